@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from launch.preflight import bounded, data_files, model_readings, record_counts
+from launch.preflight import bounded, data_files, model_readings
 from launch.preflight.model_readings import ModelReading
 from pipeline import config
 from pipeline.config import PAIRED, DatasetConfig, Recipe, RecipeError, generates
@@ -42,7 +42,7 @@ def measure(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> tuple[float,
         return None
     if not all(lengths):
         return None
-    weights = [s.weight or record_counts.count(s) or len(of) for s, of in zip(sets.values(), lengths, strict=True)]
+    weights = [s.weight or data_files.count(s) or len(of) for s, of in zip(sets.values(), lengths, strict=True)]
     count = sum(map(len, lengths))
     return fmean(map(fmean, lengths), weights), f"the mean of the first {count:,} records of {', '.join(sets)}"
 

@@ -32,7 +32,7 @@ from launch.plan.rank_division import GIGA
 from launch.plan.refit import RefitEstimate
 from launch.plan.roofline import Phase, seconds_by_clock
 from launch.plan.step_time import StepTime
-from launch.preflight.disk_space import saved_bytes
+from launch.preflight.file_systems import saved_bytes
 from launch.recipes import reading
 from launch.recipes.model_files import is_inside, planning_config
 from pipeline import config

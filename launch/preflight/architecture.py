@@ -7,25 +7,28 @@ the same keys must fit them all.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from launch.preflight import adapter_names, libraries
+from launch.preflight import libraries
 from launch.recipes.model_files import is_inside, model_folder, planning_config
 from pipeline import config, models
 from pipeline.algorithms import build
 from pipeline.config import (
+    LoRAConfig,
     PolicyConfig,
     Problem,
     Recipe,
+    RecipeError,
     VLLMConfig,
     check_expert_layout,
     collected,
     determinism,
     expert_tensor_parallel_size,
     generates,
+    problems_of,
     uses_megatron,
 )
 from pipeline.models import frozen_names
@@ -129,6 +132,26 @@ def frozen_problems(section: str, policy: PolicyConfig, model: dict[str, Any], v
         yield from frozen_names.problems(policy.freeze_parameters, names, groups, f"{section}.freeze_parameters")
 
 
+def adapter_problems(lora_cfg: LoRAConfig, model: Mapping[str, Any], served: bool = False) -> Iterator[Problem]:
+    """Yield a problem for each name of an FSDP2 adapter that no layer has, and for adapters that engines cannot serve.
+
+    served: whether refits send only the adapters to the engines. Imports torch and transformers if there are adapters.
+    """
+    if not lora_cfg.enabled:
+        return
+    from pipeline.models import hugging_face  # imports torch and transformers, which submission may lack
+    from pipeline.train import lora
+
+    hf = hugging_face.meta_model(hugging_face.config_of(model))
+    try:
+        adapters = lora.inject(hf, lora_cfg, hugging_face.layout(hf))
+    except RecipeError as error:
+        yield from error.problems
+        return
+    if served:
+        yield from lora.not_served(adapters)
+
+
 def asks_description(recipe: Recipe) -> bool:
     """Return whether checks here need transformers' description of the recipe's models, whose import takes seconds.
 
@@ -145,22 +168,17 @@ def is_described(recipe: Recipe) -> bool:
 
 def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool) -> Iterator[Problem]:
     """Yield a problem for attention or parallelism that the train backend does not support with this model."""
-    checks: list[Callable[[], None]] = []
     if not uses_megatron(policy):
-        checks.append(lambda: check_fsdp(model, policy.dtensor_cfg))
+        yield from problems_of(lambda: check_fsdp(model, policy.dtensor_cfg))
     if model.get("model_type") in models.FAMILIES:
         kind, parameters = _rope(model)
         attention = {"layer_types": model.get("layer_types"), "rope_parameters": {**parameters, "rope_type": kind}}
-        checks.append(lambda: check_attention(SimpleNamespace(model_type=model["model_type"], **attention)))
+        yield from problems_of(lambda: check_attention(SimpleNamespace(model_type=model["model_type"], **attention)))
     if uses_megatron(policy) and described:
         from pipeline.models import hugging_face  # imports torch and transformers
 
-        checks.append(lambda: check_megatron_attention(hugging_face.config_of(model), policy.max_total_sequence_length))
-    for check in checks:
-        problems: list[Problem] = []
-        with collected(problems):
-            check()
-        yield from problems
+        length = policy.max_total_sequence_length
+        yield from problems_of(lambda: check_megatron_attention(hugging_face.config_of(model), length))
 
 
 def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
@@ -172,10 +190,6 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
         yield from family_not_served(model.get("model_type"))
     if config.trains(recipe):  # engines of an evaluation read quantized weights
         yield from _check_quantization(key, policy.model_name, model)
-    if uses_megatron(policy):
-        yield from _check_megatron(key, policy, model, served, is_described(recipe))
-    elif is_described(recipe):
-        yield from adapter_names.problems(policy.dtensor_cfg.lora_cfg, model, served)
     yield from _check_attention(section, policy, model)
     samples = section == "policy" and generates(recipe) and not config.only_scores(recipe)
     if samples and policy.generation.backend == "vllm":
@@ -184,6 +198,10 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
     if samples and model.get("num_attention_heads"):
         yield from _check_engine(policy.generation.vllm_cfg, model)
         yield from _check_sampled_length(recipe, model)
+    if uses_megatron(policy):  # may raise RecipeError
+        yield from _check_megatron(key, policy, model, served, is_described(recipe))
+    elif is_described(recipe):
+        yield from adapter_problems(policy.dtensor_cfg.lora_cfg, model, served)
 
 
 def _check_classifier(key: str, name: str, model: dict[str, Any]) -> Iterator[Problem]:
@@ -333,6 +351,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
     """Check that the Megatron backend supports the model with the recipe's layout and adapters.
 
     served: whether refits send only the adapters to the engines. described: whether transformers may describe the model.
+    Raises RecipeError for a model that it cannot describe, and for adapters of unknown modules.
     """
     family = model.get("model_type")
     if family not in models.FAMILIES:
@@ -346,12 +365,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
                 message = f"got a {family} model with {name}={configured}; the Megatron backend supports only {only}"
                 yield Problem(key, "unsupported", message)
         return
-    shape_problems: list[Problem] = []
-    with collected(shape_problems):
-        shape = ModelShape.of(model, key)
-    if shape_problems:
-        yield from shape_problems
-        return
+    shape = ModelShape.of(model, key)
     yield from _check_stages(policy, shape)
     for name, width in (("MLP", shape.dense_width), ("shared experts", shape.shared_width)):
         size = policy.megatron_cfg.tensor_model_parallel_size
@@ -388,15 +402,12 @@ def _check_adapters(policy: PolicyConfig, model: dict[str, Any], served: bool) -
     if not megatron.peft.enabled:
         return
     of = hugging_face.config_of(model)
-    name_problems: list[Problem] = []
-    with collected(name_problems):
-        chosen = modules.choose(megatron.peft, models.family(of.model_type).parameters(of))
-        if megatron.moe_grouped_gemm and any(module.weight.expert is not None for module in chosen):
-            message = "got true, which computes all experts in one kernel; expected null or false, since experts have adapters"
-            yield Problem(f"{MEGATRON}.moe_grouped_gemm", "contradiction", message)
-        if served:
-            yield from not_served_modules(chosen)
-    yield from name_problems
+    chosen = modules.choose(megatron.peft, models.family(of.model_type).parameters(of))
+    if megatron.moe_grouped_gemm and any(module.weight.expert is not None for module in chosen):
+        message = "got true, which computes all experts in one kernel; expected null or false, since experts have adapters"
+        yield Problem(f"{MEGATRON}.moe_grouped_gemm", "contradiction", message)
+    if served:
+        yield from not_served_modules(chosen)
 
 
 def _check_stages(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:

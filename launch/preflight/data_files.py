@@ -1,22 +1,36 @@
 """Read the first records of a data set before submission: of JSONL or Parquet files, or of a generated data set.
 
-The job reads a folder with the `datasets` library, which a login node need not have.
+The job reads a folder with the `datasets` library, which a login node need not have. If the number of all records is known, of
+generated data or of files up to COUNT_BYTES, the training data must fill a step.
 """
 
 from __future__ import annotations
 
 import errno
 import itertools
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launch.preflight import bounded
 from launch.recipes.model_files import hub_snapshot
-from pipeline.config import GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, Problem, RecipeError, collected, refuse
-from pipeline.data import named
+from launch.terminal.units import plural
+from pipeline.config import (
+    GENERATED_DATASETS,
+    NAMED_DATASETS,
+    DatasetConfig,
+    Problem,
+    Recipe,
+    RecipeError,
+    only_evaluates,
+    section,
+    training_sets,
+    trains,
+)
+from pipeline.data import epochs, named
 from pipeline.data.arrow_records import ArrowRecords
 from pipeline.data.datasets import load_records
 from pipeline.data.records import parse_record
@@ -24,6 +38,7 @@ from pipeline.recipe import user_files
 
 SCAN_BYTES = 16 << 20  # read from each data file: parsed, up to 40 times as much memory
 SCAN_LINE = 8 << 20  # longest line there
+COUNT_BYTES = 32 << 20  # largest file whose lines are counted, in tens of milliseconds; a larger one is likely to fill a step
 BATCH_ROWS = 64  # of Parquet, read at a time
 GENERATED_ROWS = 16  # of a generated data set
 SHOWN_NUMBERS = 5  # reported per fault, besides the first
@@ -70,14 +85,14 @@ def first_records(
     cannot be read, or has no records.
     """
     if dataset.data_path is not None:
-        return _of_lines(FirstRecords(f"{key}.data_path", Path(dataset.data_path)), most, drops)
+        return of_lines(FirstRecords(f"{key}.data_path", Path(dataset.data_path)), most, drops)
     name, key = dataset.dataset_name, f"{key}.dataset_name"
     if name is None or name in NAMED_DATASETS or not Path(name).is_dir():
         return None
     try:
         path = _first_file(Path(name), dataset)
         if path.suffix == ".jsonl":
-            return _of_lines(FirstRecords(key, path), most)
+            return of_lines(FirstRecords(key, path), most)
         return _of_parquet(FirstRecords(key, path, rows=True), dataset, most)
     except _LeftToTheJob as error:
         notes.append(f"{key}: only the job checks the records of {name}: {error}")
@@ -95,20 +110,14 @@ def first_generated(key: str, dataset: DatasetConfig, seed: int, notes: list[str
     few = min(size, GENERATED_ROWS) if isinstance(size, int) else size
     sample = replace(dataset, kwargs={**dataset.kwargs, **({"size": few} if "size" in dataset.kwargs else {})})
 
-    def work() -> dict[str, list[Any]]:
-        faults: list[Problem] = []
-        records: Sequence[Record] = []
-        with collected(faults):
-            records = load_records(sample, seed)
-        return {"records": list(records), "faults": [(fault.code, fault.message) for fault in faults]}
-
     try:
-        reply = bounded.call(work)
+        records = bounded.call(lambda: list(load_records(sample, seed)))
+    except RecipeError as error:
+        raise RecipeError(*(replace(problem, key=key) for problem in error.problems)) from None
     except bounded.Unbounded as error:
         notes.append(f"{key}: only the job generates its records: here {error}")
         return None
-    refuse(Problem(key, code, message) for code, message in reply["faults"])
-    return FirstRecords(f"{key}.dataset_name", Path(dataset.dataset_name), rows=True, numbered=[*enumerate(reply["records"])])
+    return FirstRecords(f"{key}.dataset_name", Path(dataset.dataset_name), rows=True, numbered=[*enumerate(records)])
 
 
 def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | None:
@@ -140,7 +149,8 @@ def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | 
 # ---- JSONL -------------------------------------------------------------------------------------------------------------------
 
 
-def _of_lines(records: FirstRecords, most: int | None, drops: bool = False) -> FirstRecords:
+def of_lines(records: FirstRecords, most: int | None = None, drops: bool = False) -> FirstRecords:
+    """Add the first `most` records of a JSONL file, and the numbers of lines that are none. Raises as `lines_of` does."""
     for number, line in itertools.islice(lines_of(records.key, records.path, drops), most):
         try:
             records.numbered.append((number, parse_record(line)))
@@ -237,6 +247,50 @@ def _of_parquet(records: FirstRecords, dataset: DatasetConfig, most: int | None)
         raise RecipeError(Problem(records.key, "no-records", f"{records.path} has no rows; expected at least one"))
     records.numbered = list(enumerate(ArrowRecords(rows[:most], str(records.path), dataset.tools_key)))
     return records
+
+
+# ---- the number of records -------------------------------------------------------------------------------------------------
+
+
+def step_problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
+    """Yield a problem if the training data fill no step.
+
+    notes: receives the number of steps if the end of the data ends the run.
+    """
+    if not trains(recipe) or only_evaluates(recipe):
+        return
+    counts = [count(dataset) for dataset in training_sets(recipe.data).values()]
+    if not counts or None in counts:
+        return
+    supply = epochs.of_records(recipe, sum(filter(None, counts)))
+    if problem := supply.problem():
+        yield problem
+    elif supply.steps is not None and supply.steps < section(recipe).max_num_steps:
+        rest_text = f"; the last {plural(supply.left_over, 'record')} fill no step and are not used" if supply.left_over else ""
+        notes.append(f"data: {supply.source} make {plural(supply.steps, 'step')} of {supply.per_step} records{rest_text}")
+
+
+def count(dataset: DatasetConfig) -> int | None:
+    """Return the number of records that a run trains on in one epoch; None if it is not known."""
+    generated = dataset.kwargs.get("size") if dataset.dataset_name in GENERATED_DATASETS else None
+    records = _lines(Path(dataset.data_path)) if dataset.data_path else generated
+    if not isinstance(records, int):
+        return None
+    records = min(records, dataset.max_samples or records)
+    if size := dataset.split_validation_size:
+        records -= math.ceil(size * records) if size < 1 else int(size)
+    return max(0, records) * dataset.repeat
+
+
+def _lines(path: Path) -> int | None:
+    """Return the number of lines that are not blank; None for a large file, or one that another check refuses."""
+    try:
+        with user_files.open_file(path) as file:
+            if user_files.other_format(file.read(8)) or path.stat().st_size > COUNT_BYTES:
+                return None
+        return user_files.count_lines(path)
+    except (OSError, ValueError):
+        return None
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------------

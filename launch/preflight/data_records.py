@@ -1,15 +1,32 @@
-"""Check one record of a data file as the job reads it, but without a tokenizer."""
+"""Check the records of a data file as the job does, with its code (`pipeline/data/chat.py`), but without transformers.
+
+All records that `data_files` reads are parsed. The first and the longest ones are rendered and tokenized too, within bounds of
+time and memory, since a chat template is a program of the model's author. The job checks all records.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from pipeline.config import PAIRED, DatasetConfig, Problem, Recipe, answer_check, generates
-from pipeline.data.columns import column, column_names, guess_columns, judged_by_answer, parse_conversation
-from pipeline.data.records import RecordReader
+from launch.preflight import bounded, data_files
+from launch.preflight.data_files import FirstRecords, Record
+from pipeline.config import GENERATED_DATASETS, PAIRED, DatasetConfig, Problem, Recipe, RecipeError, answer_check, generates
+from pipeline.data.chat import Encoder, unknown_token
+from pipeline.data.columns import column, column_names, guess_columns, judged_by_answer, recognize_columns
+from pipeline.data.file_tokenizer import FileTokenizer
+from pipeline.data.records import RecordReader, Turns
+from pipeline.data.turns import GENERATION_BLOCK
+
+ENCODED = 256  # of the first records, and as many of the longest ones
+MOST_TOKENS = 250_000  # of all these records together: about a second
+SHOWN_FAULTS = 5  # faults reported per data file
+Numbered = list[tuple[int, Record]]
 
 
 @dataclass(frozen=True)
@@ -20,63 +37,115 @@ class Fields:
     kwargs: Sequence[str] = ()  # that kwargs give, in place of columns of the same names
 
 
-def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig, fields: Sequence[str] = ()) -> str | None:
-    """Check a record, and return its prompt's text; None if the prompt is a conversation.
+@dataclass(frozen=True)
+class EncodedRecord:
+    """The result of encoding a record as the job does."""
 
-    fields: the fields that the user's reward function needs. Raises ValueError with the first error.
+    number: int
+    fault: str | None = None
+    tokens: int = 0  # of its longest sequence
+    unknown: str = ""  # the texts that the tokenizer does not know
+
+
+def problems(
+    recipe: Recipe,
+    key: str,
+    dataset: DatasetConfig,
+    records: FirstRecords,
+    tokenizer: Path | None,
+    fields: Fields | None,
+    notes: list[str],
+) -> Iterator[Problem]:
+    """Yield a problem for each fault of the records, one for all records with the same fault.
+
+    tokenizer: the path of the policy's tokenizer.json; None: encode no records. fields: those of the user's environment; None
+    if there is none. notes: receives which columns are read.
     """
-    reader, key = RecordReader(recipe.data, dataset), dataset.text_key or dataset.input_key
+    numbered, usable = records.numbered, []
+    faults: dict[int, str] = {}
+    encoded: list[EncodedRecord] = []
+    try:
+        columns = recognize_columns(recipe, key, dataset, (record for _, record in numbered))
+    except ValueError as error:
+        alike = numbered if dataset.dataset_name in GENERATED_DATASETS else numbered[:1]
+        faults = {number: str(error) for number, _ in alike}
+    else:
+        if columns.description:
+            notes.append(f"{key}: {columns.description}")
+        if columns.dataset.messages_key != dataset.messages_key and not recipe.data.apply_chat_template:
+            yield _untemplated(records, columns.dataset.messages_key)
+            return
+        rows, required = [record for _, record in numbered], ()
+        notes += _absent_tools(recipe, key, dataset, rows)
+        if fields is not None:
+            notes += _replaced_columns(key, columns.dataset, fields, rows)
+            absent = list(_absent_columns(recipe, key, dataset, columns.dataset, fields.required, rows))
+            yield from absent
+            required = () if absent else fields.required
+        reader = RecordReader(recipe.data, columns.dataset)
+        for number, record in numbered:
+            try:
+                _read(recipe, reader, record, required)
+                usable.append((number, record))
+            except ValueError as error:
+                faults[number] = str(error)
+        encoded = _encode(recipe, columns.dataset, tokenizer, usable, notes) if tokenizer and usable else []
+        faults |= {record.number: record.fault for record in encoded if record.fault}
+        faults |= _unjudged(recipe, reader, [pair for pair in usable if pair[0] not in faults])
+    unusable: dict[str, list[int]] = {}
+    for number in sorted(faults):
+        unusable.setdefault(faults[number], []).append(number)
+    stays, count = records.bad, len(numbered)
+    if dataset.data_path is not None:  # `datasets` refuses the whole file for such a line
+        unusable, stays, count = unusable | records.bad, {}, count + sum(map(len, records.bad.values()))
+    bad = droppable("data.bad_records", recipe.data.bad_records == "drop", unusable, count) | stays
+    yield from bad_record_problems(records, bad)
+    if tokenizer:
+        yield from _token_problems(recipe, records, tokenizer, [record for record in encoded if not record.fault])
+
+
+def _read(recipe: Recipe, reader: RecordReader, record: Record, required: Sequence[str]) -> None:
+    """Raise ValueError with the first fault of a record's columns. required: fields that the user's reward function needs."""
     if recipe.algorithm in PAIRED:
         reader.pair(record)
         reader.margin(record)
-        chosen = column(record, dataset.chosen_key)
-        if isinstance(chosen, list) and parse_conversation(chosen, dataset.chosen_key)[0]["role"] != "assistant":
-            return None  # the conversation contains the prompt
     elif generates(recipe):
         reader.question(record)
-        if judged_by_answer(recipe, dataset):
+        if judged_by_answer(recipe, reader.dataset):
             reader.answer(record)
-        reader.check_fields(record, fields)
+        reader.check_fields(record, required)
     else:
         reader.example(record)
-    text = None if dataset.messages_key and not dataset.text_key else column(record, key)
-    return None if text is None or isinstance(text, list) else str(text)
 
 
-def learned_answers(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> list[str]:
-    """Return the answers that training learns from a valid record: one, two of a pair, or none of a conversation or a text."""
-    if generates(recipe) or dataset.messages_key or dataset.text_key:
-        return []
-    keys = (dataset.chosen_key, dataset.rejected_key) if recipe.algorithm in PAIRED else (dataset.output_key,)
-    values = [column(record, key) for key in keys]
-    return [str(value) for value in values if not isinstance(value, list)]
+def _unjudged(recipe: Recipe, reader: RecordReader, records: Numbered) -> Iterator[tuple[int, str]]:
+    """Yield (number, fault) of the first valid records by whose expected answer the environment cannot judge.
 
-
-class ExpectedAnswers:
-    """Checks the first expected answers of a data set. The job checks the later ones where it uses them."""
-
-    def __init__(self, recipe: Recipe, dataset: DatasetConfig) -> None:
-        judged = generates(recipe) and judged_by_answer(recipe, dataset)
-        self._check = answer_check(recipe.env, dataset.env_name) if judged else None
-        self._reader = RecordReader(recipe.data, dataset)
-        self._left = self._check.at_start if self._check else 0
-        self._where = (
-            f"'{dataset.messages_key or dataset.output_key}': env.{dataset.env_name} cannot use it as the expected answer"
-        )
-
-    def fault(self, record: dict[str, Any]) -> str | None:
-        """Return why the environment cannot judge by a valid record's expected answer; None if it can."""
-        if self._check is None or not self._left:
-            return None
-        self._left -= 1
+    The job checks later ones where it uses them.
+    """
+    dataset = reader.dataset
+    check = answer_check(recipe.env, dataset.env_name) if generates(recipe) and judged_by_answer(recipe, dataset) else None
+    if check is None:
+        return
+    for number, record in records[: check.at_start]:
         try:
-            self._check.check(self._reader.answer(record))
+            check.check(reader.answer(record))
         except ValueError as error:
-            return f"{self._where}: {error}"
-        return None
+            name = dataset.messages_key or dataset.output_key
+            yield number, f"'{name}': env.{dataset.env_name} cannot use it as the expected answer: {error}"
 
 
-def absent_tools(recipe: Recipe, key: str, dataset: DatasetConfig, records: list[dict[str, Any]]) -> Iterator[str]:
+# ---- columns ------------------------------------------------------------------------------------------------------------
+
+
+def _untemplated(records: FirstRecords, name: str | None) -> Problem:
+    """Return the problem of a column with conversations while data.apply_chat_template is false."""
+    message = f"{records.location(records.numbered[0][0])}: '{name}' is a conversation, which needs a chat template"
+    hint = "but data.apply_chat_template is false. Try data.apply_chat_template=true"
+    return Problem(records.key, "contradiction", f"{message}, {hint}")
+
+
+def _absent_tools(recipe: Recipe, key: str, dataset: DatasetConfig, records: list[Record]) -> Iterator[str]:
     """Yield a note if the recipe names a column of tools that no record has. Later records may have it."""
     tools_key = dataset.tools_key
     if not tools_key or tools_key == DatasetConfig().tools_key or not recipe.data.apply_chat_template:
@@ -88,7 +157,7 @@ def absent_tools(recipe: Recipe, key: str, dataset: DatasetConfig, records: list
         yield f"{key}.tools_key: {message}{hint}"
 
 
-def replaced_columns(key: str, dataset: DatasetConfig, fields: Fields, records: list[dict[str, Any]]) -> Iterator[str]:
+def _replaced_columns(key: str, dataset: DatasetConfig, fields: Fields, records: list[Record]) -> Iterator[str]:
     """Yield a note for each argument of the user's reward function that kwargs give and the records have too."""
     for name in _field_names(dataset, records) if fields.kwargs else ():
         if name in fields.kwargs:
@@ -96,23 +165,18 @@ def replaced_columns(key: str, dataset: DatasetConfig, fields: Fields, records: 
             yield f"{argument}: it replaces '{name}' of the records of {key}. Try another name to keep both"
 
 
-def _columns(records: list[dict[str, Any]]) -> dict[str, None]:
+def _columns(records: list[Record]) -> dict[str, None]:
     return dict.fromkeys(name for record in records for name in (*record, *column_names(record)))
 
 
-def _field_names(dataset: DatasetConfig, records: list[dict[str, Any]]) -> dict[str, None]:
+def _field_names(dataset: DatasetConfig, records: list[Record]) -> dict[str, None]:
     """Return the names of the fields that records give a reward function."""
     columns = _columns(records)
     return columns | ({"expected": None} if dataset.output_key in columns or dataset.messages_key else {})
 
 
-def absent_columns(
-    recipe: Recipe,
-    key: str,
-    configured: DatasetConfig,
-    dataset: DatasetConfig,
-    fields: Sequence[str],
-    records: list[dict[str, Any]],
+def _absent_columns(
+    recipe: Recipe, key: str, configured: DatasetConfig, dataset: DatasetConfig, fields: Sequence[str], records: list[Record]
 ) -> Iterator[Problem]:
     """Yield a problem if no record has a field that the user's reward function needs, or if `output_key` looks misspelt.
 
@@ -134,3 +198,136 @@ def absent_columns(
         path = recipe.env[dataset.env_name or ""].kind
         message = f"{path} needs {absent[0]}, but the records of {key} have: {', '.join(columns)}. Try {hint}"
         yield Problem(f"env.{dataset.env_name}.kind", "missing-column", message)
+
+
+# ---- tokens -------------------------------------------------------------------------------------------------------------
+
+
+def _encode(
+    recipe: Recipe, dataset: DatasetConfig, tokenizer: Path, records: Numbered, notes: list[str]
+) -> list[EncodedRecord]:
+    """Return the results of the first and the longest records, longest first; none if another check reports the tokenizer.
+
+    dataset: the data set with its recognized columns. notes: receives why records are not encoded.
+    """
+    longest = sorted(records, key=lambda numbered: -len(str(numbered[1])))
+    pairs = itertools.islice(zip(longest, records, strict=True), ENCODED)
+    chosen = {number: record for pair in pairs for number, record in pair}
+
+    def work() -> list[tuple[Any, ...]]:
+        try:
+            of_files: Any = FileTokenizer(tokenizer.parent, recipe.policy.tokenizer)  # has what Encoder uses of transformers'
+            encoder = Encoder(of_files, recipe.policy.tokenizer, recipe.data, dataset)
+        except RecipeError:
+            return []
+        results: list[tuple[Any, ...]] = []
+        tokens = 0
+        for number, record in chosen.items():
+            try:
+                sizes, texts = _sequences(recipe, encoder, record)
+            except ValueError as error:
+                results.append((number, str(error)))
+                continue
+            results.append(
+                (number, None, max(sizes), _unknown(encoder, texts) if recipe.data.unknown_tokens == "error" else "")
+            )
+            tokens += sum(sizes)
+            if tokens > MOST_TOKENS or time.process_time() > bounded.SECONDS / 2:  # of this fork
+                break
+        return results
+
+    try:
+        return [EncodedRecord(*result) for result in bounded.call(work)]
+    except bounded.Unbounded as error:
+        notes.append(f"policy.tokenizer: only the job checks that it encodes the records: here {error}")
+        return []
+
+
+def _sequences(recipe: Recipe, encoder: Encoder, record: Record) -> tuple[list[int], list[str]]:
+    """Return (numbers of tokens, texts) of a record's prompt, example or pair. Raises ValueError as the job does."""
+    if generates(recipe):
+        question = encoder.question(record)
+        if not isinstance(question, str):
+            question = encoder.template.text(question, **encoder.template_options(record), add_generation_prompt=True)
+        return [len(encoder.prompt(record))], [question]
+    sizes, texts = [], []
+    for example in encoder.pair(record) if recipe.algorithm in PAIRED else (encoder.example(record),):
+        marks_turns = False
+        if isinstance(example, Turns):
+            texts.append(encoder.template.text(example.messages, **example.options))
+            template = encoder.tokenizer.get_chat_template(tools=example.options.get("tools"))
+            marks_turns = bool(GENERATION_BLOCK.search(template))  # which only transformers reads
+        else:
+            texts.append((example.prompt or "") + example.text)
+        sizes.append(encoder.count(example) if marks_turns else len(encoder.encode(example)[0]))
+    return sizes, texts
+
+
+def _unknown(encoder: Encoder, texts: list[str]) -> str:
+    """Return the first parts of texts that the tokenizer does not know, and the token for them; "" if it knows all."""
+    mark, parts = unknown_token(encoder.tokenizer), []
+    for text in texts if mark is not None else ():
+        encoding = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
+        parts += [repr(text[begin:end]) for token, (begin, end) in tokens if token == mark]
+    return f"{', '.join(dict.fromkeys(parts[:5]))}, which becomes {encoder.tokenizer.unk_token}" if parts else ""
+
+
+def _token_problems(recipe: Recipe, records: FirstRecords, tokenizer: Path, encoded: list[EncodedRecord]) -> Iterator[Problem]:
+    """Yield a problem for the longest record if it is too long, and for the first record with unknown text."""
+    if encoded and recipe.data.overlong_prompts == "error":
+        yield from _too_long(recipe, records, max(encoded, key=lambda record: (record.tokens, record.number)))
+    if unknown := [record for record in encoded if record.unknown]:
+        first = min(unknown, key=lambda record: record.number)
+        source = f"{records.location(first.number)}: the tokenizer in {tokenizer.parent}"
+        message = f"does not know {first.unknown} (in {len(unknown)} of the {len(encoded)} records checked)"
+        hint = "Try another policy.tokenizer.name, or data.unknown_tokens=keep or drop"
+        yield Problem(records.key, "bad-record", f"{source} {message}. {hint}")
+
+
+def _too_long(recipe: Recipe, records: FirstRecords, longest: EncodedRecord) -> Iterator[Problem]:
+    if longest.tokens > (limit := recipe.data.max_input_seq_length):
+        message = f", but data.max_input_seq_length is {limit}"
+    elif generates(recipe) and longest.tokens >= (limit := recipe.policy.max_total_sequence_length):
+        message = f" leaves no room for an answer in policy.max_total_sequence_length {limit}"
+    else:
+        return
+    sequence = "prompt" if generates(recipe) else "sequence"
+    hint = f"Try a shorter {sequence}, a higher limit, or data.overlong_prompts=drop"
+    where = records.location(longest.number)
+    yield Problem(records.key, "too-large", f"{where}: a {sequence} of {longest.tokens} tokens{message}. {hint}")
+
+
+# ---- messages -----------------------------------------------------------------------------------------------------------
+
+
+def bad_record_problems(records: FirstRecords, bad: Mapping[str, list[int]]) -> Iterator[Problem]:
+    """Yield a problem for each of the first SHOWN_FAULTS faults, and one for the number of records with other faults.
+
+    bad: message -> record numbers.
+    """
+    for message, numbers in list(bad.items())[:SHOWN_FAULTS]:
+        yield Problem(
+            records.key, "bad-record", f"{records.location(numbers[0])}: {message}{data_files.also(numbers, records.unit)}"
+        )
+    if more := sum(map(len, list(bad.values())[SHOWN_FAULTS:])):
+        yield Problem(records.key, "bad-record", f"{records.path}: {more} more {records.unit}s have other faults")
+
+
+def droppable(key: str, drops: bool, bad: dict[str, list[int]], count: int) -> dict[str, list[int]]:
+    """Return message -> record numbers: the faults to report for a file of `count` records.
+
+    Returns {} if bad records are dropped and at least one record remains. key: the key `bad_records` of these data. drops:
+    whether its value is `drop`. bad: fault -> record numbers.
+    """
+    wrong = sum(map(len, bad.values()))
+    if drops and wrong < count:
+        return {}
+    return {f"{fault}{_advice(key, fault, wrong < count)}": numbers for fault, numbers in bad.items()}
+
+
+def _advice(key: str, fault: str, others_usable: bool) -> str:
+    """Return the end of a message about `fault`, with a remedy. others_usable: whether other records have no fault."""
+    if not others_usable:
+        return "; no record can be used"
+    return f", or {key}=drop" if ". Try " in fault else f". Try to fix it, or {key}=drop"

@@ -1,22 +1,36 @@
 """Check the checkpoint of an evaluation and the data of its tasks before anything is submitted.
 
 A JSONL file is read as the job reads it, up to SCAN_BYTES. For a data set that `datasets` reads, only its presence is checked.
-`user_imports.py` checks the user's own formats and callables.
+`user_imports.py` checks the user's own formats and callables. lm-evaluation-harness takes seconds of CPU to index its tasks, so
+its files are searched as text; the job refuses a name that the search accepts by mistake.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from launch.preflight import data_files, input_files
-from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS, TaskConfig
+from launch.executors import containers
+from launch.preflight import data_files, data_records, input_files
+from pipeline.algorithms.evaluate import FORMATS, HARNESS_DOCUMENTS, HARNESS_FORMATS, HARNESS_KINDS, TaskConfig
 from pipeline.checkpoints import checkpoint
 from pipeline.config import Problem, Recipe, RecipeError, collected, skipped_tasks, trains
 from pipeline.config import read as read_recipe
-from pipeline.data.records import parse_record
 from pipeline.evaluation import task_data
 from pipeline.evaluation.questions import Format
+
+TASK_NAME = re.compile(
+    r"""^[ \t]*(?:-\ *)?["']?(?:task|group|tag)["']?\ *:\ *([^#\n]+)  # one name, or a list in brackets
+    | ^[ \t]*-\ *["']?([\w.:+-]+)["']?""",  # an entry of a list
+    re.MULTILINE | re.VERBOSE,
+)
+SUFFIXES = ("", ".yaml", ".yml")
+MOST_BYTES = 1 << 20
+"""Largest size of a file that is read; a folder of the user's may hold others, such as weights without a suffix."""
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
@@ -28,7 +42,11 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     for name, task in recipe.evaluate.tasks.items():
         if name in skipped:
             continue
-        yield from _check_task(f"evaluate.tasks.{name}", task)
+        task_problems: list[Problem] = []
+        with collected(task_problems):
+            task_problems += _check_task(f"evaluate.tasks.{name}", task)
+        yield from task_problems
+    yield from harness_problems(recipe)
 
 
 def _checkpoint_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -60,11 +78,7 @@ def _checkpoint_problems(recipe: Recipe) -> Iterator[Problem]:
 def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
     form: Format | None = None
     if task.kind in HARNESS_KINDS or task.format in FORMATS:
-        try:
-            form = task_data.load_format(key, task)
-        except RecipeError as error:
-            yield from error.problems
-            return
+        form = task_data.load_format(key, task)
     data = task.data
     if data.data_path is None:
         if data.dataset_name is None and task.kind in HARNESS_KINDS:
@@ -76,7 +90,8 @@ def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
         return
     files: list[Path] = []
     file_problems: list[Problem] = []
-    for split in _splits(task):
+    examples = data.few_shot_split if task.num_few_shot else None
+    for split in dict.fromkeys(split for split in (data.split, examples) if split is not None):
         with collected(file_problems):
             files += task_data.data_files(f"{key}.data", data, split)
     yield from file_problems
@@ -84,29 +99,69 @@ def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
         yield from _check_file(f"{key}.data", file, form, data.bad_records == "drop")
 
 
-def _splits(task: TaskConfig) -> list[str]:
-    """Return the splits that the job reads."""
-    examples = task.data.few_shot_split
-    return [task.data.split, *([examples] if task.num_few_shot and examples not in (None, task.data.split) else [])]
-
-
 def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Iterator[Problem]:
     """Yield a problem for each fault of a file's records, one for all lines with the same fault.
 
     key: the key of the task's data. drops: whether bad records are dropped.
     """
-    records = data_files.FirstRecords(f"{key}.data_path", path)
-    file_problems: list[Problem] = []
-    count = 0
-    bad: dict[str, list[int]] = {}  # fault -> line numbers
-    with collected(file_problems):
-        for number, line in data_files.lines_of(records.key, path, drops):
-            count += 1
-            try:
-                record = parse_record(line)
-                if form is not None:
-                    task_data.to_question(form, record, number)
-            except ValueError as error:
-                bad.setdefault(str(error), []).append(number)
-    yield from file_problems
-    yield from input_files.bad_record_problems(records, input_files.droppable(f"{key}.bad_records", drops, bad, count))
+    records = data_files.of_lines(data_files.FirstRecords(f"{key}.data_path", path), drops=drops)
+    count, bad = len(records.numbered) + sum(map(len, records.bad.values())), records.bad
+    for number, record in records.numbered:
+        try:
+            if form is not None:
+                task_data.to_question(form, record, number)
+        except ValueError as error:
+            bad.setdefault(str(error), []).append(number)
+    yield from data_records.bad_record_problems(records, data_records.droppable(f"{key}.bad_records", drops, bad, count))
+
+
+# ---- lm-evaluation-harness -------------------------------------------------------------------------------------------------
+
+
+def harness_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each name that is not a task, a group or a tag of the harness installed here."""
+    asked = [] if containers.has_another_python(recipe.cluster.generate) else list(_harness_names(recipe))
+    spec = importlib.util.find_spec("lm_eval") if asked else None
+    if spec is None or not spec.submodule_search_locations:
+        return
+    root, own = Path(spec.submodule_search_locations[0]) / "tasks", recipe.evaluate.lm_eval.include_path
+    likely = [path for path in root.iterdir() if path.is_dir() and any(name.startswith(path.name) for _, name in asked)]
+    known = _defined([*likely, *([Path(own)] if own else [])])
+    if not known.issuperset(name for _, name in asked):
+        known |= _defined([root])
+    for key, name in asked:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.75)
+            hint = f"Try {near[0]}" if near else "Try a name that `lm_eval ls tasks` prints, or evaluate.lm_eval.include_path"
+            yield Problem(key, "not-a-choice", f"got {name}; expected a task of lm-evaluation-harness. {hint}")
+
+
+def _harness_names(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield (key, the task that it names). The job looks up patterns such as `mmlu_*`."""
+    skipped = skipped_tasks(recipe)
+    for name, task in recipe.evaluate.tasks.items():
+        form: str = task.format
+        if task.kind in HARNESS_KINDS and form != HARNESS_DOCUMENTS and name not in skipped:
+            yield f"evaluate.tasks.{name}.format", HARNESS_FORMATS.get(form, form)
+    for name in recipe.evaluate.lm_eval.tasks:
+        if not set(name) & set("*?["):
+            yield "evaluate.lm_eval.tasks", name
+
+
+def _defined(folders: Iterable[Path]) -> set[str]:
+    """Return the names of tasks, groups and tags in the files below folders, and other words that stand where names may."""
+    names: set[str] = set()
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if path.suffix in SUFFIXES or "yaml" in path.name:
+                for value, entry in TASK_NAME.findall(_text(path)):
+                    names |= {word.strip(" \t\r\"'") for word in value.strip().strip("[]").split(",")} if value else {entry}
+    return names
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file; "" if it is no file, is large, or cannot be read."""
+    with contextlib.suppress(OSError):
+        if path.is_file() and path.stat().st_size <= MOST_BYTES:
+            return path.read_text(errors="replace")
+    return ""

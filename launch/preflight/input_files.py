@@ -1,30 +1,18 @@
-"""Check the tokenizer and the data files of a recipe before anything is created or submitted.
-
-`architecture.py` checks a model's config.json, `data_records.py` the records of data files.
+"""Check the models, tokenizers and data files of a recipe before anything is created or submitted.
 
 Reads JSON, JSONL and tokenizer.json, imports neither torch nor transformers, and bounds how much it reads, so that it takes
-less than two seconds. The job checks records beyond these bounds, and prompt lengths with the chat template applied.
+less than two seconds. The job checks what lies beyond these bounds.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from launch.preflight import (
-    architecture,
-    data_files,
-    data_records,
-    libraries,
-    model_tokenizers,
-    prompt_tokens,
-)
-from launch.preflight.data_files import FirstRecords
+from launch.preflight import architecture, data_files, data_records, libraries, model_tokenizers
 from launch.preflight.data_records import Fields
-from launch.preflight.rendered_records import RenderedRecords
 from launch.recipes.model_files import hf_home, hub_cache
 from pipeline import config
 from pipeline.config import (
@@ -39,12 +27,8 @@ from pipeline.config import (
     is_dotted_path,
     nearest_dataset,
 )
-from pipeline.data.columns import recognize_columns
 from pipeline.data.records import check_prompt_text
 from pipeline.recipe import user_files
-
-LONGEST = 256  # tokens are counted for this many of the longest prompts, and for as many of the first ones
-SHOWN_FAULTS = 5  # faults reported per data file
 
 
 def problems(
@@ -53,38 +37,37 @@ def problems(
     notes: list[str] | None = None,
     fields: Mapping[str, Fields] | None = None,
 ) -> Iterator[Problem]:
-    """Yield problems of tokenizers and data files.
+    """Yield problems of models, tokenizers and data files.
 
     pending: models of needed recipes that have not run yet, which are not checked. notes: receives how data files are read.
     fields: name of a user's environment -> its fields (`user_imports.fields`).
     """
     notes = [] if notes is None else notes
-    notes += prompt_tokens.notes(recipe)
+    trains = config.trains(recipe)
+    most, context = recipe.policy.generation.max_new_tokens, recipe.policy.max_total_sequence_length
+    if config.generates(recipe) and trains and most > context:
+        notes.append(
+            f"policy.generation.max_new_tokens: {most} is above policy.max_total_sequence_length={context}, the limit of prompt"
+            " and answer together; answers end at this limit"
+        )
     yield from architecture.problems(recipe, pending)
     yield from libraries.problems(recipe)
     tokenizer = yield from model_tokenizers.problems(recipe, pending, notes)
     yield from model_tokenizers.teacher_problems(recipe, tokenizer, pending)
-    for key, dataset in config.keyed_sets(recipe.data).items() if config.trains(recipe) else ():
-        yield from _check_dataset(recipe, key, dataset, tokenizer, notes, fields or {})
-
-
-# ---- data ---------------------------------------------------------------------------------------------------------------
+    for key, dataset in config.keyed_sets(recipe.data).items() if trains else ():
+        yield from _check_dataset(recipe, key, dataset, tokenizer, notes, (fields or {}).get(dataset.env_name or ""))
 
 
 def _check_dataset(
-    recipe: Recipe,
-    key: str,
-    dataset: DatasetConfig,
-    tokenizer: Path | None,
-    notes: list[str],
-    fields: Mapping[str, Fields],
+    recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: Path | None, notes: list[str], fields: Fields | None
 ) -> Iterator[Problem]:
     texts: list[Problem] = []
-    template, system = "{}", ""
     with collected(texts):
-        template = _template(f"{key}.prompt_file", dataset.prompt_file) if dataset.prompt_file else "{}"
+        if dataset.prompt_file:
+            _check_template(f"{key}.prompt_file", dataset.prompt_file)
     with collected(texts):
-        system = _text(f"{key}.system_prompt_file", dataset.system_prompt_file) if dataset.system_prompt_file else ""
+        if dataset.system_prompt_file:
+            _text(f"{key}.system_prompt_file", dataset.system_prompt_file)
     yield from texts
     if not recipe.data.apply_chat_template:
         for name in ("system_prompt_file", "messages_key"):
@@ -101,127 +84,15 @@ def _check_dataset(
         records = data_files.first_records(key, dataset, notes, drops=recipe.data.bad_records == "drop")
         records = records or data_files.first_generated(key, dataset, config.section(recipe).seed, notes)
     yield from unread
-    if records is None:
-        return
-    rendered = functools.partial(RenderedRecords, recipe, tokenizer=None if texts else tokenizer, text=template, system=system)
-    function_fields = fields.get(dataset.env_name or "")
-    inputs, answers = yield from _check_records(recipe, key, dataset, records, notes, function_fields, rendered)
-    if tokenizer and inputs and not texts:
-        system = system if recipe.data.apply_chat_template else ""
-        prompts = [(number, f"{system}{template.format(text)}".strip()) for number, text in _select_texts(inputs)]
-        yield from prompt_tokens.problems(records, prompts, tokenizer, recipe, "prompts")
-    if tokenizer and answers:
-        yield from prompt_tokens.problems(records, _select_texts(answers), tokenizer, recipe, "answers")
+    if records is not None:
+        yield from data_records.problems(recipe, key, dataset, records, None if texts else tokenizer, fields, notes)
 
 
-def _select_texts(texts: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Return the (record number, text) pairs to tokenize: those of the longest texts and the first ones."""
-    return list(dict.fromkeys(sorted(texts, key=lambda numbered: -len(numbered[1]))[:LONGEST] + texts[:LONGEST]))
-
-
-def _check_records(
-    recipe: Recipe,
-    key: str,
-    dataset: DatasetConfig,
-    records: FirstRecords,
-    notes: list[str],
-    fields: Fields | None,
-    rendered: Callable[..., RenderedRecords],
-) -> Generator[Problem, None, tuple[list[tuple[int, str]], list[tuple[int, str]]]]:
-    """Yield a problem for each fault of the records, one for all records with the same fault; return (prompts, answers).
-
-    Each is a list of (record number, text); the answers are those to learn from. fields: those of the user's environment; None
-    if there is none. rendered: a function that returns the renderer of a data set's records.
-    """
-    numbered = records.numbered
-    inputs: list[tuple[int, str]] = []
-    answers: list[tuple[int, str]] = []
-    unusable: dict[str, list[int]] = {}
-    try:
-        columns = recognize_columns(recipe, key, dataset, (record for _, record in numbered))
-    except ValueError as error:
-        alike = numbered if dataset.dataset_name in GENERATED_DATASETS else numbered[:1]
-        unusable[str(error)] = [number for number, _ in alike]
-    else:
-        if columns.description:
-            notes.append(f"{key}: {columns.description}")
-        if columns.dataset.messages_key != dataset.messages_key and not recipe.data.apply_chat_template:
-            yield _untemplated(records, columns.dataset.messages_key)
-            return [], []
-        rows = [record for _, record in numbered]
-        notes += data_records.absent_tools(recipe, key, dataset, rows)
-        required: Sequence[str] = ()
-        if fields is not None:
-            notes += data_records.replaced_columns(key, columns.dataset, fields, rows)
-            absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields.required, rows))
-            yield from absent
-            required = () if absent else fields.required
-        expected = data_records.ExpectedAnswers(recipe, columns.dataset)
-        refused = rendered(dataset=columns.dataset).faults(numbered, notes)
-        for number, record in numbered:
-            try:
-                text = data_records.prompt(recipe, record, columns.dataset, required)
-                if number in refused:
-                    raise ValueError(refused[number])
-            except ValueError as error:
-                unusable.setdefault(str(error), []).append(number)
-            else:
-                inputs += [] if text is None else [(number, text)]
-                answers += [(number, answer) for answer in data_records.learned_answers(recipe, record, columns.dataset)]
-                if fault := expected.fault(record):
-                    unusable.setdefault(fault, []).append(number)
-    stays, count = records.bad, len(numbered)
-    if dataset.data_path is not None:  # `datasets` refuses the whole file for such a line
-        unusable, stays, count = unusable | records.bad, {}, count + sum(map(len, records.bad.values()))
-    bad = droppable("data.bad_records", recipe.data.bad_records == "drop", unusable, count) | stays
-    yield from bad_record_problems(records, bad)
-    return inputs, answers
-
-
-def _untemplated(records: FirstRecords, column: str | None) -> Problem:
-    """Return the problem of a column with conversations while data.apply_chat_template is false."""
-    message = f"{records.location(records.numbered[0][0])}: '{column}' is a conversation, which needs a chat template"
-    hint = "but data.apply_chat_template is false. Try data.apply_chat_template=true"
-    return Problem(records.key, "contradiction", f"{message}, {hint}")
-
-
-def bad_record_problems(records: FirstRecords, bad: dict[str, list[int]]) -> Iterator[Problem]:
-    """Yield a problem for each of the first SHOWN_FAULTS faults, and one for the number of records with other faults.
-
-    bad: message -> record numbers.
-    """
-    for message, numbers in list(bad.items())[:SHOWN_FAULTS]:
-        yield Problem(
-            records.key, "bad-record", f"{records.location(numbers[0])}: {message}{data_files.also(numbers, records.unit)}"
-        )
-    if more := sum(map(len, list(bad.values())[SHOWN_FAULTS:])):
-        yield Problem(records.key, "bad-record", f"{records.path}: {more} more {records.unit}s have other faults")
-
-
-def droppable(key: str, drops: bool, bad: dict[str, list[int]], count: int) -> dict[str, list[int]]:
-    """Return message -> record numbers: the faults to report for a file of `count` records.
-
-    Returns {} if bad records are dropped and at least one record remains. key: the key `bad_records` of these data. drops:
-    whether its value is `drop`. bad: fault -> record numbers.
-    """
-    wrong = sum(map(len, bad.values()))
-    if drops and wrong < count:
-        return {}
-    return {f"{fault}{_advice(key, fault, wrong < count)}": numbers for fault, numbers in bad.items()}
-
-
-def _advice(key: str, fault: str, others_usable: bool) -> str:
-    """Return the end of a message about `fault`, with a remedy. others_usable: whether other records have no fault."""
-    if not others_usable:
-        return "; no record can be used"
-    return f", or {key}=drop" if ". Try " in fault else f". Try to fix it, or {key}=drop"
-
-
-def _template(key: str, path: str) -> str:
-    """Return a prompt file's text. Raises RecipeError if it does not have exactly one {} for the prompt."""
+def _check_template(key: str, path: str) -> None:
+    """Raise RecipeError if a prompt file does not have exactly one {} for the prompt."""
     text = _text(key, path)
     try:
-        return check_prompt_text(text)
+        check_prompt_text(text)
     except ValueError as error:
         raise RecipeError(Problem(key, "bad-format", f"got {path}; {error}")) from None
 

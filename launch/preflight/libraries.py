@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import Parameter
 from pathlib import Path
@@ -87,6 +88,7 @@ UNFIT = {  # classes of torch that a recipe cannot use -> the reason
     "torch.optim.lr_scheduler.SequentialLR": "needs schedules; a list of schedules ending in {milestones: [...]} replaces it",
     "torch.optim.lr_scheduler.ChainedScheduler": "needs schedules",
 }
+EVERY_MODEL = ("num_labels", "torch_dtype", "vocab_size")  # keys that transformers' configurations accept besides their fields
 RATES = ("lr", "weight_decay", "eps")
 PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
 
@@ -302,14 +304,14 @@ def unknown_parts(key: str, model: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a family or an activation function of config.json that the installed transformers does not have."""
     family, families = model.get("model_type"), set(ALIASES)
     for name in ("auto_mappings", "configuration_auto"):
-        families |= _first_texts(signatures.module(f"transformers.models.auto.{name}"))
+        families |= _quoted_names(f"transformers.models.auto.{name}")
     if len(families) > len(ALIASES) and family not in families:
         near = difflib.get_close_matches(str(family), families, 1)
         hint = f"Did you mean '{near[0]}'?" if near else "Try a newer transformers"
         yield Problem(
             key, "unsupported", f"config.json has model_type={family!r}, which the installed transformers does not have. {hint}"
         )
-    functions = _first_texts(signatures.module("transformers.activations"))
+    functions = _quoted_names("transformers.activations")
     if functions and (activation := model.get("hidden_act")) is not None and activation not in functions:
         message = (
             f"config.json has hidden_act={activation!r}, which transformers does not have; expected, for example, silu or gelu"
@@ -317,12 +319,10 @@ def unknown_parts(key: str, model: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(key, "unsupported", message)
 
 
-def _first_texts(tree: ast.Module | None) -> set[str]:
-    """Return all texts in a module that are keys of dicts or the first elements of tuples; none if it is not installed."""
-    nodes = list(ast.walk(tree)) if tree else []
-    keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
-    keys += [node.elts[0] for node in nodes if isinstance(node, ast.Tuple) and node.elts]
-    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+def _quoted_names(dotted: str) -> set[str]:
+    """Return the names in quotes in a module, such as its registry's keys; none if it is not installed."""
+    spec = signatures.module_spec(dotted)
+    return set(re.findall(r'"([a-z][a-z0-9_.-]*)"', Path(spec.origin).read_text())) if spec and spec.origin else set()
 
 
 def _configuration(family: str | None) -> dict[str, Any] | None:
@@ -337,13 +337,9 @@ def _configuration(family: str | None) -> dict[str, Any] | None:
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and _assigned_value(node, "model_type") == family:
             names = _assigned_value(node, "attribute_map") or {}
-            return {**EVERY_MODEL, **base, **signatures.fields(dotted, node), **names, **dict.fromkeys(names.values())}
+            names = {**names, **dict.fromkeys((*names.values(), *EVERY_MODEL))}
+            return {**base, **signatures.fields(dotted, node), **names}
     return None
-
-
-EVERY_MODEL = dict.fromkeys(  # keys that PreTrainedConfig accepts besides its fields
-    ("num_labels", "torch_dtype", "vocab_size")
-)
 
 
 def _assigned_value(node: ast.ClassDef, name: str) -> Any:

@@ -87,11 +87,8 @@ def read(section: str, model: PolicyConfig, pending: Sequence[os.PathLike] = ())
     folder = model_folder(f"{key}.name", model.tokenizer.name)
     if not (folder / VOCABULARY).exists():
         return None
-    tokenizer = FileTokenizer(folder, model.tokenizer, f"{key}.chat_template")
-    template_key = f"{key}.chat_template"
-    template = (
-        _render_probe(tokenizer, model, template_key) if tokenizer.chat_template else _Template(find_turn_ends(_as(tokenizer)))
-    )
+    tokenizer: Any = FileTokenizer(folder, model.tokenizer, f"{key}.chat_template")  # has what is used of transformers' class
+    ends, opening, problems = _render_probe(tokenizer, model, f"{key}.chat_template")
     weights_folder: Path | None = None
     model_json: dict[str, Any] = {}
     rows = None
@@ -105,13 +102,13 @@ def read(section: str, model: PolicyConfig, pending: Sequence[os.PathLike] = ())
             ropes = rope.decide(text, model.hf_config_overrides, f"{section}.hf_config_overrides")
     generation = read_json(weights_folder / GENERATION) if weights_folder and (weights_folder / GENERATION).exists() else {}
     try:
-        stops = decide(_as(tokenizer), template.ends, generation, model_json, model.hf_config_overrides)
+        stops = decide(tokenizer, ends, generation, model_json, model.hf_config_overrides)
     except RecipeError as error:
         raise RecipeError(
             *(Problem(f"{section}.model_name", problem.code, problem.message) for problem in error.problems)
         ) from None
     rows = rows if isinstance(rows, int) else None
-    return ModelReading(section, model, tokenizer, stops, template.opening, rows, tuple(ropes), template.problems)
+    return ModelReading(section, model, tokenizer, stops, opening, rows, tuple(ropes), problems)
 
 
 def models(recipe: Recipe) -> dict[str, PolicyConfig]:
@@ -146,27 +143,20 @@ def describe_models(recipe: Recipe) -> Iterator[str]:
         yield from (f"  cannot be used: {problem}" for problem in reading.problems)
 
 
-@dataclass(frozen=True)
-class _Template:
-    ends: TurnEnds
-    opening: str = ""  # the text before the user's in a prompt
-    problems: tuple[Problem, ...] = ()
-
-
-def _render_probe(tokenizer: FileTokenizer, model: PolicyConfig, key: str) -> _Template:
-    """Render short conversations, and return the ends of turns, the opening text and the problems that they show.
+def _render_probe(tokenizer: Any, model: PolicyConfig, key: str) -> tuple[TurnEnds, str, tuple[Problem, ...]]:
+    """Render short conversations; return the ends of turns, the text before the user's in a prompt, and the problems.
 
     The template runs in a process with limits of time and memory. key: the key to which problems belong.
     """
     if not tokenizer.chat_template:
-        return _Template(find_turn_ends(_as(tokenizer)))
+        return find_turn_ends(tokenizer), "", ()
     kwargs = model.tokenizer.chat_template_kwargs or {}
 
     def work() -> dict[str, Any]:
         wrong: list[Problem] = []
         with collected(wrong):
-            check_template(_as(tokenizer), kwargs, key)
-        ends = find_turn_ends(_as(tokenizer), kwargs)
+            check_template(tokenizer, kwargs, key)
+        ends = find_turn_ends(tokenizer, kwargs)
         try:
             messages: Any = [{"role": "user", "content": QUESTION}]
             text = tokenizer.apply_chat_template(messages, **{**kwargs, "tokenize": False, "add_generation_prompt": True})
@@ -183,10 +173,5 @@ def _render_probe(tokenizer: FileTokenizer, model: PolicyConfig, key: str) -> _T
         result = bounded.call(work)
     except bounded.Unbounded as error:
         problem = Problem(key, "unsupported", f"{tokenizer.chosen.source}: cannot be rendered: {error}")
-        return _Template(TurnEnds(why=str(error)), problems=(problem,))
-    return _Template(TurnEnds(*result["ends"]), result["opening"], tuple(Problem(*fields) for fields in result["problems"]))
-
-
-def _as(tokenizer: FileTokenizer) -> Any:
-    """Return the tokenizer, typed for functions that name transformers' class, which this process must not import."""
-    return tokenizer
+        return TurnEnds(why=str(error)), "", (problem,)
+    return TurnEnds(*result["ends"]), result["opening"], tuple(Problem(*fields) for fields in result["problems"])

@@ -129,31 +129,31 @@ def _too_large(reading: ModelReading, key: str, model: str, rows: int | None) ->
 def teacher_problems(recipe: Recipe, tokenizer: Path | None, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
     """Yield problems of each teacher's vocabulary.
 
-    tokenizer: the policy's tokenizer.json, or None. pending: models that needed recipes are still to write.
+    Models with the same tokenizer may differ in their unused rows, and a teacher could give probability to a row that the
+    policy lacks. tokenizer: the policy's tokenizer.json, or None. pending: models that needed recipes are still to write.
     """
+    student_rows = rows("policy", recipe.policy, pending)
     for name, model in config.teachers(recipe).items():
         if model.model_name is None:  # other checks report it
             continue
-        key = f"{config.teacher_section(name)}.model_name"
-        if tokenizer:
-            yield from _check_tokenizer(recipe, key, model.model_name, tokenizer, pending)
-        yield from _check_rows(recipe, key, model.model_name, config.teacher_policy(recipe, model), pending)
+        section = config.teacher_section(name)
+        key = f"{section}.model_name"
+        if tokenizer and not is_inside(model.model_name, pending):
+            with collected([]):  # other checks report errors, such as a missing folder
+                yield from _other_vocabulary(recipe, key, model.model_name, tokenizer)
+        teacher_rows = rows(section, config.teacher_policy(recipe, model), pending)
+        if student_rows and teacher_rows and teacher_rows > student_rows:
+            most = f"expected at most the policy's {student_rows}"
+            reason = "since the teacher may give probability to rows that the policy does not have"
+            yield Problem(key, "too-large", f"got {model.model_name} with {teacher_rows} rows of vocabulary; {most}, {reason}")
 
 
-def _check_tokenizer(
-    recipe: Recipe, key: str, name: str, student_file: Path, pending: Sequence[os.PathLike]
-) -> Iterator[Problem]:
-    """Check that the teacher has the policy's vocabulary, apart from a few added tokens."""
-    if is_inside(name, pending):
+def _other_vocabulary(recipe: Recipe, key: str, name: str, student_file: Path) -> Iterator[Problem]:
+    """Check that the teacher has the policy's vocabulary, apart from a few added tokens. Raises RecipeError."""
+    teacher_file = model_folder(key, name) / "tokenizer.json"
+    if not teacher_file.exists():
         return
-    problems: list[Problem] = []
-    with collected(problems):
-        teacher_file = model_folder(key, name) / "tokenizer.json"
-        if not teacher_file.exists():
-            return
-        student, teacher = read_tokenizer(student_file).get_vocab(), read_tokenizer(teacher_file).get_vocab()
-    if problems:  # other checks report them, such as a missing folder
-        return
+    student, teacher = read_tokenizer(student_file).get_vocab(), read_tokenizer(teacher_file).get_vocab()
     moved = [token for token, number in student.items() if teacher.get(token, number) != number]
     absent = len(student.keys() - teacher.keys())
     if moved or absent > OWN_TOKENS * len(student):
@@ -163,18 +163,3 @@ def _check_tokenizer(
             f"got {name}, whose vocabulary differs from {policy}: {difference}; expected a teacher with the policy's tokenizer"
         )
         yield Problem(key, "contradiction", message)
-
-
-def _check_rows(
-    recipe: Recipe, key: str, name: str, teacher: config.PolicyConfig, pending: Sequence[os.PathLike]
-) -> Iterator[Problem]:
-    """Check that the teacher has no more vocabulary rows than the policy.
-
-    Models with the same tokenizer may differ in their unused rows, and a teacher could give probability to a row that the
-    policy lacks.
-    """
-    student_rows, teacher_rows = rows("policy", recipe.policy, pending), rows(key.removesuffix(".model_name"), teacher, pending)
-    if student_rows and teacher_rows and teacher_rows > student_rows:
-        most = f"expected at most the policy's {student_rows}"
-        reason = "since the teacher may give probability to rows that the policy does not have"
-        yield Problem(key, "too-large", f"got {name} with {teacher_rows} rows of vocabulary; {most}, {reason}")

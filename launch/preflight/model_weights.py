@@ -1,27 +1,34 @@
 """Check by names, sizes and headers that a model's files are all present and complete.
 
-`pipeline/models/weight_files.py` reads them, as the job does, and `weight_tensors.py` compares them with config.json. Nothing
-reads the weights' bytes, so a file damaged without a change of length passes.
+`pipeline/models` reads the files and compares their tensors with config.json, as the job does. Of the weights' bytes only parts
+of tied copies are read, so a file damaged without a change of length passes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
-from launch.preflight import architecture, weight_tensors
+from launch.preflight import architecture
 from launch.recipes.model_files import is_inside, model_config, model_folder
-from pipeline import config
+from pipeline import config, models
 from pipeline.algorithms import build
 from pipeline.config import PolicyConfig, Problem, Recipe, RecipeError, collected
-from pipeline.models.weight_files import ABSENT, INDEX, SINGLE, file_fault, read_weight_files
+from pipeline.models.weight_files import ABSENT, INDEX, SINGLE, TensorEntry, file_fault, read_weight_files
 
 OTHER_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 SHOWN = 4  # bad files reported per model
+CHECKED = (*models.FAMILIES, "ministral")
+"""Families whose checkpoints have transformers' names. Of others the job compares the tensors."""
+PROBES, PROBE_BYTES = 64, 4096  # parts of tied copies that are compared; the job compares all bytes
+Head = Literal["logprobs", "values", "rewards"]
+"""Of a language model; of a critic, whose checkpoint may lack the value head; of a reward model, whose checkpoint has one."""
 
 
 def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[str] | None = None) -> Iterator[Problem]:
@@ -55,7 +62,7 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[st
             )
 
 
-def _head(recipe: Recipe, section: str) -> weight_tensors.Head:
+def _head(recipe: Recipe, section: str) -> Head:
     if section == "policy":
         of_evaluation = "rewards" if config.only_scores(recipe) else "logprobs"
         return build(recipe).needs.head if config.trains(recipe) else of_evaluation
@@ -87,7 +94,7 @@ def fault_code(reason: str) -> str:
 
 
 def _check_weights(
-    section: str, policy: PolicyConfig, folder: Path, head: weight_tensors.Head, notes: list[str], checks_tensors: bool
+    section: str, policy: PolicyConfig, folder: Path, head: Head, notes: list[str], checks_tensors: bool
 ) -> Iterator[Problem]:
     key = f"{section}.model_name"
     if not os.path.lexists(folder / SINGLE) and not os.path.lexists(folder / INDEX):
@@ -120,4 +127,44 @@ def _check_weights(
         if os.path.lexists(folder / "adapter_config.json"):
             notes.append(f"{key}: {folder} has adapters besides the model (adapter_config.json), which are not read")
         if model_json is not None and checks_tensors:
-            yield from weight_tensors.problems(key, folder, model_json, weight_files.tensors, head)
+            yield from tensor_problems(key, folder, model_json, weight_files.tensors, head)
+
+
+def tensor_problems(
+    key: str, folder: Path, model: Mapping[str, Any], stored: Mapping[str, TensorEntry], head: Head
+) -> list[Problem]:
+    """Return the differences between the stored tensors and those of the model in config.json. Imports torch and transformers.
+
+    Leaves out quantized models, multimodal models and other families; the job checks these first.
+    """
+    if model.get("model_type") not in CHECKED or "text_config" in model or model.get("quantization_config"):
+        return []
+    from pipeline.models import checkpoint_fit, hugging_face  # import torch and transformers
+
+    of_head = "logprobs" if head == "logprobs" else "values"
+    body = head == "values" and checkpoint_fit.is_body(stored, head)
+    try:
+        of = hugging_face.config_of(model if head == "logprobs" else {**model, "num_labels": 1})
+        fit = checkpoint_fit.problems(
+            key, str(folder), stored, of, of_head, body, lambda *names: _look_equal(*(stored[name] for name in names))
+        )
+        return [*fit]
+    except RecipeError as error:
+        return [replace(problem, key=key) for problem in error.problems]
+    except Exception:  # whatever a model's code raises for sizes that do not fit, which `architecture` reports
+        return []
+
+
+def _look_equal(a: TensorEntry, b: TensorEntry) -> bool:
+    """Return whether two tensors have the same size and equal bytes in evenly spaced parts."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    step = max(PROBE_BYTES, a.nbytes // PROBES)
+    with open(a.path, "rb") as first, open(b.path, "rb") as second:
+        for offset in range(0, a.nbytes, step):
+            size = min(PROBE_BYTES, a.nbytes - offset)
+            first.seek(a.start + offset)
+            second.seek(b.start + offset)
+            if first.read(size) != second.read(size):
+                return False
+    return True

@@ -65,24 +65,20 @@ def absolute(dotted: str, is_package: bool, node: ast.ImportFrom) -> str:
 
 def signature_of(arguments: ast.arguments) -> Signature:
     """Return the signature of a definition. Annotations are their source, and defaults are SourceText."""
-    positional, defaults = [*arguments.posonlyargs, *arguments.args], arguments.defaults
-    rows = [*zip(positional, [*[None] * (len(positional) - len(defaults)), *defaults], strict=True)]
-    first = len(arguments.posonlyargs)
-    return Signature(
-        [
-            *(_parameter(Parameter.POSITIONAL_ONLY, *row) for row in rows[:first]),
-            *(_parameter(Parameter.POSITIONAL_OR_KEYWORD, *row) for row in rows[first:]),
-            *(_parameter(Parameter.VAR_POSITIONAL, argument) for argument in [arguments.vararg] if argument),
-            *(
-                _parameter(Parameter.KEYWORD_ONLY, *row)
-                for row in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-            ),
-            *(_parameter(Parameter.VAR_KEYWORD, argument) for argument in [arguments.kwarg] if argument),
-        ]
-    )
+    positional = [*arguments.posonlyargs, *arguments.args]
+    kinds: list[Any] = [Parameter.POSITIONAL_ONLY] * len(arguments.posonlyargs)
+    kinds += [Parameter.POSITIONAL_OR_KEYWORD] * len(arguments.args)
+    defaults = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
+    rows = [
+        *zip(kinds, positional, defaults, strict=True),
+        (Parameter.VAR_POSITIONAL, arguments.vararg, None),
+        *((Parameter.KEYWORD_ONLY, *row) for row in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)),
+        (Parameter.VAR_KEYWORD, arguments.kwarg, None),
+    ]
+    return Signature([_parameter(kind, argument, default) for kind, argument, default in rows if argument])
 
 
-def _parameter(kind: Any, argument: ast.arg, default: ast.expr | None = None) -> Parameter:
+def _parameter(kind: Any, argument: ast.arg, default: ast.expr | None) -> Parameter:
     value = Parameter.empty if default is None else SourceText(ast.unparse(default))
     annotation = ast.unparse(argument.annotation) if argument.annotation else Parameter.empty
     return Parameter(argument.arg, kind, default=value, annotation=annotation)

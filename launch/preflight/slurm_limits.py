@@ -10,7 +10,7 @@ Leaves out: current usage of other jobs, limits of minutes (TRESMins), and limit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from launch.executors.slurm_client import Fields, SlurmError, minutes, run_command, tres
 from launch.preflight.slurm_request import ComponentRequest
@@ -29,17 +29,31 @@ UNITS = {"node": "nodes", "cpu": "CPUs", "gres/gpu": "GPUs", "mem": "MB of memor
 
 @dataclass(frozen=True)
 class Accounting:
-    """One user's rows of the accounting database for this cluster. The rows have the fields named in ASSOCIATION and QOS."""
+    """One user's rows of the accounting database for this cluster, which have the fields named in ASSOCIATION and QOS.
 
-    associations: tuple[Fields, ...]  # the user's own
-    accounts: dict[str, Fields]  # those of the user and the accounts above them, by name
-    qos: dict[str, Fields]
-    default_account: str | None
+    Without any, nothing is known of the user's accounts.
+    """
 
-    def association(self, account: str | None, partition: str) -> Fields | None:
+    associations: tuple[Fields, ...] = ()  # the user's own
+    accounts: dict[str, Fields] = field(default_factory=dict)  # those of the user and the accounts above them, by name
+    qos: dict[str, Fields] = field(default_factory=dict)
+    default_account: str | None = None
+
+    def account(self, request: ComponentRequest) -> str | None:
+        """Return the requested account, else the user's default; None if it is not known."""
+        return request.host.account or self.default_account
+
+    def association(self, request: ComponentRequest, partition: str) -> Fields | None:
         """Return the account's association for the partition, else its association for all partitions, else None."""
-        rows = {row["Partition"]: row for row in self.associations if row["Account"] == account}
+        rows = {row["Partition"]: row for row in self.associations if row["Account"] == self.account(request)}
         return rows.get(partition) or rows.get("")
+
+    def qos_of(self, request: ComponentRequest, partition: str) -> str | None:
+        """Return the requested QOS, else the association's default; None if it is not known."""
+        if request.host.qos or (row := self.association(request, partition)) is None:
+            return request.host.qos
+        names = _names(row["QOS"])
+        return row["DefaultQOS"] or ("normal" if "normal" in names else names[0] if len(names) == 1 else None)
 
 
 def accounting(cluster: str, user: str) -> Accounting:
@@ -67,29 +81,15 @@ def _rows(names: tuple[str, ...], text: str) -> list[Fields]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def effective_account(request: ComponentRequest, accounting: Accounting | None) -> str | None:
-    """Return the requested account, else the user's default; None if it is not known."""
-    return request.host.account or (accounting.default_account if accounting else None)
-
-
-def effective_qos(accounting: Accounting | None, request: ComponentRequest, partition: str) -> str | None:
-    """Return the requested QOS, else the association's default; None if it is not known."""
-    if request.host.qos or accounting is None:
-        return request.host.qos
-    row = accounting.association(effective_account(request, accounting), partition)
-    names = _names(row["QOS"]) if row else []
-    return (row["DefaultQOS"] if row else None) or ("normal" if "normal" in names else names[0] if len(names) == 1 else None)
-
-
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
-def partition_problems(partition: Fields, request: ComponentRequest, accounting: Accounting | None) -> Iterator[Problem]:
+def partition_problems(partition: Fields, request: ComponentRequest, accounting: Accounting) -> Iterator[Problem]:
     """Yield a problem for each limit of a partition that a request exceeds. Flags of a QOS may lift limits."""
     name = partition["PartitionName"]
-    account, qos = effective_account(request, accounting), effective_qos(accounting, request, name)
-    flags = accounting.qos.get(qos or "", {}).get("Flags", "") if accounting else ""
+    account, qos = accounting.account(request), accounting.qos_of(request, name)
+    flags = accounting.qos.get(qos or "", {}).get("Flags", "")
     least, limit = partition.get("MinNodes", "0"), minutes(partition.get("MaxTime", "UNLIMITED"))
     if least.isdigit() and request.host.nodes < int(least) and "PartitionMinNodes" not in flags:
         message = f"got {request.host.nodes}; expected at least {least} in partition {name}"
@@ -136,10 +136,10 @@ def problems(accounting: Accounting, user: str, requests: list[tuple[ComponentRe
 
 def _applicable(accounting: Accounting, user: str, request: ComponentRequest, partition: Fields) -> ApplicableLimits | None:
     """Return the limits of a component; None without an association, which Slurm itself refuses."""
-    account = effective_account(request, accounting)
-    if (row := accounting.association(account, partition["PartitionName"])) is None:
+    name, account = partition["PartitionName"], accounting.account(request)
+    if (row := accounting.association(request, name)) is None:
         return None
-    of_job = accounting.qos.get(effective_qos(accounting, request, partition["PartitionName"]) or "")
+    of_job = accounting.qos.get(accounting.qos_of(request, name) or "")
     rows = [row for row in (accounting.qos.get(partition.get("QoS", "")), of_job) if row]
     if of_job and "OverPartQOS" in of_job["Flags"]:
         rows.reverse()
@@ -159,8 +159,8 @@ def _job_problems(limits: ApplicableLimits) -> Iterator[Problem]:
     other_names = ", ".join(sorted(set(_names(limits.association["QOS"])) - {row["Name"] for row in limits.qos}))
     instead = f"another QOS (of {other_names})" if other_names else "another account, since there is no other QOS"
     for name, per_node in _per_node(request).items():
-        for field, count, of in (("MaxTRES", request.host.nodes, "a job"), ("MaxTRESPerNode", 1, "a node of a job")):
-            holder, limit = _first(rows, field, name)
+        for column, count, of in (("MaxTRES", request.host.nodes, "a job"), ("MaxTRESPerNode", 1, "a node of a job")):
+            holder, limit = _first(rows, column, name)
             if limit is not None and per_node * count > limit:
                 most_text = f"{int(limit // per_node)} nodes" if count > 1 or name == "node" else f"{limit:g}"
                 message = (
@@ -185,16 +185,16 @@ def _sum_problems(applicable: list[ApplicableLimits]) -> Iterator[Problem]:
         key, of = under[-1].request.key, " + ".join(limits.request.key for limits in under)
         # A resource that a QOS limits is not limited by associations.
         settled = set() if holder.startswith("QOS ") else {t for s in under for qos in s.qos for t in tres(qos["GrpTRES"])}
-        for field, whom in (("GrpTRES", ""), ("MaxTRESPU", " a user"), ("MaxTRESPA", " an account")):
-            for resource, limit in tres(row.get(field, "")).items():
+        for column, whom in (("GrpTRES", ""), ("MaxTRESPU", " a user"), ("MaxTRESPA", " an account")):
+            for resource, limit in tres(row.get(column, "")).items():
                 amounts = [s.request.host.nodes * _per_node(s.request).get(resource, 0) for s in under]
                 if sum(amounts) > limit and resource not in settled:
                     terms = " + ".join(f"{amount:g}" for amount in amounts)
                     most = f"expected at most the {limit:g} that {holder} allows{whom}"
                     message = f"got {terms} {UNITS[resource]} at once ({of}); {most}"
                     yield Problem(f"{key}.nodes", "over-limit", f"{message}. Try fewer nodes, or another QOS or account")
-        for field, whom in (("GrpJobs", ""), ("MaxJobs", ""), ("MaxJobsPU", " a user"), ("MaxJobsPA", " an account")):
-            if (text := row.get(field, "")) and len(under) > int(text):
+        for column, whom in (("GrpJobs", ""), ("MaxJobs", ""), ("MaxJobsPU", " a user"), ("MaxJobsPA", " an account")):
+            if (text := row.get(column, "")) and len(under) > int(text):
                 most = f"expected at most the {text} that {holder} allows{whom} at once"
                 message = f"got {len(under)} components ({of}), each a job to Slurm; {most}. Try another QOS or account"
                 yield Problem(under[-1].request.key_of("--qos"), "over-limit", message)
@@ -204,9 +204,9 @@ def _per_node(request: ComponentRequest) -> dict[str, float]:
     return {"node": 1, "cpu": request.cpus, "gres/gpu": request.gpus, "mem": request.memory_mb}
 
 
-def _first(rows: list[Fields], field: str, name: str) -> tuple[str, float | None]:
+def _first(rows: list[Fields], column: str, name: str) -> tuple[str, float | None]:
     """Return (holder, limit) of the first row with this limit; ("", None) if there is none."""
-    limits = ((row["who"], tres(row.get(field, "")).get(name)) for row in rows)
+    limits = ((row["who"], tres(row.get(column, "")).get(name)) for row in rows)
     return next(((holder, limit) for holder, limit in limits if limit is not None), ("", None))
 
 

@@ -95,8 +95,8 @@ def folder_of(path: str, recipe: Recipe) -> Path | None:
     )
 
 
-Replies = Mapping[str, dict[str, Any]] | str
-"""Key -> reply of `launch/preflight/user_code_probe.py`; or a text that says why there are no replies."""
+Replies = Mapping[str, dict[str, Any]]
+"""Key -> reply of `user_source.py`, with {read} if only the source was read; or {unchecked}, with the reason."""
 
 
 def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
@@ -110,14 +110,14 @@ def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
     imported = [
         reference for reference in references if trust is Trust.EVERYTHING or folder_of(reference.path, recipe) in trusted
     ]
-    replies = _probe(recipe, imported, trust, trusted) if imported else {}
-    if isinstance(replies, str):
-        return replies
-    try:
-        untrusted = [reference for reference in references if reference not in imported]
-        return {**replies, **{reference.key: _read(reference, folders) | {"read": True} for reference in untrusted}}
-    except bounded.Unbounded as error:
-        return f"reading the source: {error}"
+    replies = dict(_probe(recipe, imported, trust, trusted)) if imported else {}
+    for reference in references:
+        if reference not in imported:
+            try:
+                replies[reference.key] = _read(reference, folders) | {"read": True}
+            except bounded.Unbounded as error:
+                replies[reference.key] = {"unchecked": f"reading the source: {error}"}
+    return replies
 
 
 def _read(reference: CodeReference, folders: Sequence[Path], checks_imports: bool = True) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def fields(recipe: Recipe, replies: Replies) -> dict[str, Fields]:
             [*reference.kwargs] if "named" in replies[reference.key] else [],
         )
         for reference in code_references(recipe)
-        if not isinstance(replies, str) and reference.role == "environment" and "ok" in replies[reference.key]
+        if reference.role == "environment" and "ok" in replies[reference.key]
     }
 
 
@@ -160,16 +160,15 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
     executor: local, slurm or allocation. notes: receives code that could not be checked. answers: the result of `probe`.
     """
     references = code_references(recipe)
-    if read := [reference for reference in references if not isinstance(answers, str) and "read" in answers[reference.key]]:
+    if read := [reference for reference in references if "read" in answers[reference.key]]:
         what = ", ".join(f"{reference.key}={reference.path}" for reference in read)
         notes.append(f"{what}: only the source was checked, without an import. Try trust=true if you trust this recipe")
     for reference in references:
-        if isinstance(answers, str):
-            notes.append(f"{reference.key}: {reference.path} was not checked: {answers}")
-            continue
         answer = answers[reference.key]
         elsewhere = executor != "local" and containers.has_another_python(getattr(recipe.cluster, reference.component))
-        if elsewhere and answer.get("wrong", "").startswith(ABSENT):
+        if "unchecked" in answer:
+            notes.append(f"{reference.key}: {reference.path} was not checked: {answer['unchecked']}")
+        elif elsewhere and answer.get("wrong", "").startswith(ABSENT):
             notes.append(
                 f"{reference.key}: {reference.path} was not checked: it is not here; the ranks of"
                 f" cluster.{reference.component} may have it"
@@ -202,7 +201,7 @@ def _unnamed_arguments(reference: CodeReference, answer: dict[str, Any]) -> Iter
 def _probe(
     recipe: Recipe, references: list[CodeReference], trust: Trust = Trust.EVERYTHING, trusted: Sequence[Path] = ()
 ) -> Replies:
-    """Run `user_code_probe.py` on some references, and return its replies, or why there are none.
+    """Run `user_source.py` on some references, and return its replies.
 
     trusted: the folders to search, if the trust is not Trust.EVERYTHING.
     """
@@ -214,7 +213,7 @@ def _probe(
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
         reply = Path(folder) / "reply.json"
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "launch.preflight.user_code_probe", str(reply)],
+            [sys.executable, "-P", "-m", "launch.preflight.user_source", str(reply)],
             env={**os.environ, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -222,15 +221,17 @@ def _probe(
             cwd=None if everything or Path.cwd() in trusted else ROOT,  # it is searched too
             start_new_session=True,  # so that what the code starts is ended with it
         )
+        why = ""
         try:
             process.communicate(json.dumps(request).encode(), timeout=PROBE_S)
         except subprocess.TimeoutExpired:
-            return f"importing it takes more than {PROBE_S:g} s"
+            why = f"importing it takes more than {PROBE_S:g} s"
         finally:
             _end(process)
-        if not reply.exists():
-            return f"Python ended with status {process.returncode} during the import"
-        return json.loads(reply.read_text())
+        if reply.exists() and not why:
+            return json.loads(reply.read_text())
+        why = why or f"Python ended with status {process.returncode} during the import"
+        return {reference.key: {"unchecked": why} for reference in references}
 
 
 def _end(process: subprocess.Popen) -> None:

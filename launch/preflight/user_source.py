@@ -1,4 +1,9 @@
-"""Describe a user's code from its source alone, without importing it.
+"""Describe a user's code: by an import in a process of its own, or from its source alone.
+
+A description is a reply: one of {ok, fields, required}, for a function with a signature also {named}, {wrong, code}, {absent,
+importer} and {raised, foreign}. `python -m launch.preflight.user_source REPLY` reads {folders, asked: {key: [path, role,
+kwargs]}} as JSON from stdin, imports the code, and writes key -> reply as JSON into the file REPLY. The caller discards the
+output of the code.
 
 The source shows a module or a name that does not exist, a syntax error, a package that is not installed, and the parameters of
 functions and plain classes. It does not show names that are made at run time or by several statements, nor changes by
@@ -14,7 +19,10 @@ import ast
 import builtins
 import difflib
 import inspect
+import json
+import resource
 import sys
+import traceback
 import types
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,7 +32,7 @@ from typing import Any
 
 from launch.executors.executor import ROOT
 from launch.preflight.signatures import absolute, module_spec, signature_of
-from launch.preflight.user_code_probe import reply_about
+from pipeline.environments import custom
 from pipeline.recipe import user_code, user_files
 
 MAX_SOURCE = 4 << 20
@@ -33,6 +41,8 @@ OURS = ("pipeline.environments.environment", "pipeline.environments.tool", "pipe
 """Modules with base classes for users. They are part of Hetstep, and are imported."""
 MAKE_NAMES = ("globals", "vars", "exec")
 """Functions by which a module binds names that its source does not show."""
+MEMORY = 32 << 30
+"""Limit of the address space of the process that imports, of which torch for CUDA takes 10 GB."""
 UNKNOWN: Any = object()
 """Stands for an object that the source does not show."""
 
@@ -40,17 +50,54 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 class CodeFault(Exception):
-    """Raised if the code cannot be used. `reply` says why, in the form of `launch/preflight/user_code_probe.py`."""
+    """Raised if the code cannot be used. `reply` says why."""
 
     def __init__(self, **reply: Any) -> None:
         super().__init__(str(reply))
         self.reply = reply
 
 
+def describe_imported(path: str, role: str, kwargs: Sequence[str]) -> dict[str, Any]:
+    """Import the user's object at a dotted path, and return the reply about it. role: environment, tool, dataset or format."""
+    try:
+        loaded_object = user_code.load(path)
+    except user_code.NotFound as error:
+        return {"wrong": str(error), "code": "not-importable"}
+    except ModuleNotFoundError as error:
+        return {"absent": error.name, "importer": _innermost(error)[0]}
+    except SyntaxError as error:
+        return {"raised": f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})", "foreign": False}
+    except BaseException as error:  # SystemExit too
+        file, line = _innermost(error)
+        message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({file}:{line})"
+        return {"raised": message, "foreign": isinstance(error, ImportError | OSError | RuntimeError | AssertionError)}
+    return _reply_about(loaded_object, role, kwargs)
+
+
+def _reply_about(loaded_object: Any, role: str, kwargs: Sequence[str]) -> dict[str, Any]:
+    """Return the reply about an object or its stand-in."""
+    if role == "environment":
+        if wrong := custom.problem(loaded_object, kwargs):
+            return {"wrong": wrong, "code": "wrong-type" if custom.problem(loaded_object, ()) else "unknown-key"}
+        if not inspect.isclass(loaded_object):
+            reply = {"ok": True, "fields": custom.fields(loaded_object), "required": custom.required_fields(loaded_object)}
+            named = custom.named_parameters(loaded_object)
+            return reply if named is None else {**reply, "named": named}
+    elif not callable(loaded_object):
+        return {"wrong": f"it is a {type(loaded_object).__name__}, which cannot be called", "code": "wrong-type"}
+    return {"ok": True, "fields": None, "required": []}
+
+
+def _innermost(error: BaseException) -> tuple[str, int | None]:
+    """Return (file, line) of the code that raised an error, without the import system's frames."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    return frames[-1].filename, frames[-1].lineno
+
+
 def describe(
     path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path], checks_imports: bool = True
 ) -> dict[str, Any]:
-    """Return the reply of `launch/preflight/user_code_probe.py` about code at a dotted path, as far as the source shows it.
+    """Return the reply about code at a dotted path, as far as the source shows it.
 
     kwargs: names under `env.NAME.kwargs`. folders: searched in this order, after installed packages. checks_imports: whether
     the imports of modules must exist.
@@ -59,7 +106,7 @@ def describe(
         stand_in = SourceReader(folders, checks_imports).find(path)
     except CodeFault as fault:
         return fault.reply
-    return {"ok": True, "fields": None, "required": []} if stand_in is UNKNOWN else reply_about(stand_in, role, kwargs)
+    return {"ok": True, "fields": None, "required": []} if stand_in is UNKNOWN else _reply_about(stand_in, role, kwargs)
 
 
 def arguments(path: str, folders: Sequence[Path]) -> list[str] | None:
@@ -254,3 +301,16 @@ def _parse(file: Path) -> list[ast.stmt]:
     except (OSError, ValueError, RecursionError, MemoryError) as error:  # ValueError: null bytes
         reason = error.strerror if isinstance(error, OSError) else error
         raise CodeFault(raised=f"{type(error).__name__}: {reason} ({file})", foreign=False) from None
+
+
+def main(reply: str) -> None:
+    """Describe every object of the request on stdin, and write the reply."""
+    request = json.load(sys.stdin)
+    if not 0 <= resource.getrlimit(resource.RLIMIT_AS)[1] < MEMORY:  # -1: no limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    user_code.search_in(request["folders"])
+    Path(reply).write_text(json.dumps({key: describe_imported(*source) for key, source in request["asked"].items()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -18,17 +18,15 @@ from launch.plan.estimate import Plan, plan
 from launch.plan.evaluation import EvaluationPlan
 from launch.preflight import (
     architecture,
+    data_files,
     evaluation_data,
     file_systems,
-    harness_tasks,
     input_files,
     installed,
     libraries,
-    record_counts,
-    sandbox_support,
+    slurm_cluster,
     slurm_job,
     slurm_request,
-    slurm_sbatch,
     user_imports,
 )
 from launch.preflight import current_allocation as allocated
@@ -243,11 +241,9 @@ def site_problems_of(
     yield from placement.problems(recipe)
     code = user_imports.probe(recipe, trust.current(dry))
     yield from input_files.problems(recipe, pending, notes, user_imports.fields(recipe, code))
-    yield from record_counts.problems(recipe, notes)
+    yield from data_files.step_problems(recipe, notes)
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
-    if not config.trains(recipe):
-        yield from evaluation_data.problems(recipe)
-        yield from harness_tasks.problems(recipe)
+    yield from evaluation_data.problems(recipe)
     yield from file_systems.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
     notes += libraries.notes(recipe)
     notes += placement.notes(recipe)
@@ -257,10 +253,10 @@ def site_problems_of(
         problem = Problem("cluster.executor", "unreachable", why)
         notes += [str(problem), *slurm_request.notes(recipe)] if dry else []
         yield from [] if dry else [problem]
-        yield from slurm_sbatch.option_problems(slurm_request.requests(recipe))
+        yield from slurm_cluster.option_problems(slurm_request.requests(recipe))
     else:
         yield from _executor_problems(recipe, chosen, notes)
-    yield from sandbox_support.problems(recipe, chosen.name, notes)
+    yield from installed.sandbox_problems(recipe, chosen.name, notes)
     yield from user_imports.problems(recipe, chosen.name, notes, code)
 
 

@@ -126,4 +126,4 @@ from pipeline.config.schema import (
     trial_lengths,
     uses_megatron,
 )
-from pipeline.recipe.problems import Problem, RecipeError, collected, refuse
+from pipeline.recipe.problems import Problem, RecipeError, collected, problems_of, refuse

@@ -194,7 +194,7 @@ def _needs_template(key: str) -> RecipeError:
 
 def unknown_text(parts: Sequence[Prompt | Sample], tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a message with the number of unknown tokens (`unk_token`) in `parts`; an empty text if there are none."""
-    mark = _unknown_token(tokenizer)
+    mark = unknown_token(tokenizer)
     tokens = np.concatenate([part.tokens for part in parts]) if parts else np.zeros(0, np.int32)
     if mark is None or not (count := int((tokens == mark).sum())):
         return ""
@@ -204,7 +204,7 @@ def unknown_text(parts: Sequence[Prompt | Sample], tokenizer: PreTrainedTokenize
     )
 
 
-def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of `unk_token`, or None if the tokenizer has none or also uses it as BOS or EOS, as GPT-2 does."""
     special_ids = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     unknown: Any = tokenizer.unk_token_id  # typed as for a batch of ids

@@ -42,6 +42,10 @@ class EncodedText:
     """The tokens of a text."""
 
     input_ids: list[int]
+    offset_mapping: list[tuple[int, int]]  # (begin, end) of each token in the text, in characters
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
 
 
 class FileTokenizer:
@@ -84,9 +88,12 @@ class FileTokenizer:
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size()
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> EncodedText:
+    is_fast = True  # a tokenizer.json gives offsets
+
+    def __call__(self, text: str, add_special_tokens: bool = True, return_offsets_mapping: bool = True) -> EncodedText:
         """Return the tokens of a text."""
-        return EncodedText(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return EncodedText(encoding.ids, encoding.offsets)
 
     def decode(self, tokens: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens."""
@@ -197,7 +204,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         if (path := folder / name).exists():
             try:
                 read = json.loads(user_files.read_text(path))
-                settings |= read if name == SETTINGS else {key: value for key, value in read.items() if key in NAMES}
+                settings |= {key: value for key, value in read.items() if name == SETTINGS or key in NAMES}
             except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
                 raise RecipeError(Problem(str(path), "bad-format", f"not the settings of a tokenizer: {error}")) from None
     return settings

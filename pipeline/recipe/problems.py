@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -79,3 +79,11 @@ def collected(problems: list[Problem]) -> Iterator[None]:
         yield
     except RecipeError as error:
         problems += error.problems
+
+
+def problems_of(check: Callable[[], object]) -> list[Problem]:
+    """Return the problems of the RecipeError that `check` raises, and [] if it raises none."""
+    problems: list[Problem] = []
+    with collected(problems):
+        check()
+    return problems

@@ -7,7 +7,6 @@ language model's body may be missing in a checkpoint.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from pipeline.boxes import Box, whole
-from pipeline.config import PolicyConfig, Problem, RecipeError
-from pipeline.models.hugging_face import SCORE, auto_model, checkpoint_shapes, meta_model, on_disk
-from pipeline.models.weight_files import FLOATS, INDEX, SINGLE, WeightFiles, read_weight_files
+from pipeline.config import PolicyConfig, Problem, RecipeError, refuse
+from pipeline.models import checkpoint_fit
+from pipeline.models.hugging_face import SCORE, auto_model, checkpoint_shapes, on_disk
+from pipeline.models.weight_files import INDEX, SINGLE, WeightFiles, read_weight_files
 from pipeline.train.shards import BoxReader
 from pipeline.types import Head
 
@@ -28,7 +28,6 @@ ReadBox = Callable[[str, Box], torch.Tensor]
 """(name on disk, box) -> this box of the tensor, on the CPU."""
 
 _SHOWN = 4  # files in a message
-_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old checkpoints; now computed from the config
 
 
 def initial_weights(policy: PolicyConfig, config: PreTrainedConfig, seed: int, head: Head = "logprobs") -> ReadBox:
@@ -54,45 +53,19 @@ def _checkpoint(model_name: str, config: PreTrainedConfig, seed: int, head: Head
     reader, tensors = BoxReader(), checkpoint_files(model_name).tensors
     for name, stored in tensors.items():
         reader.add(name, stored.shape, stored.path, whole(stored.shape))
-    shapes, tied = checkpoint_shapes(config, head)
-    if quantized := next((name for name in shapes if name in tensors and tensors[name].dtype not in FLOATS), None):
-        message = f"{quantized} has dtype {tensors[quantized].dtype}; expected {', '.join(FLOATS)}. Is it quantized?"
-        raise _mismatch(f"{model_name}: {message}")
-    if head == "logprobs" or SCORE in reader.shapes:
-        _check(reader, model_name, meta_model(config, head), shapes, tied)
+    body = checkpoint_fit.is_body(tensors, head)
+
+    def equal(*names: str) -> bool:
+        return torch.equal(*(reader.read(name, whole(reader.shapes[name])) for name in names))
+
+    refuse(checkpoint_fit.problems("policy.model_name", model_name, tensors, config, head, body, equal))
+    if not body:
         return reader.read
-    language_model = meta_model(config)
-    theirs, tied = checkpoint_shapes(config)
-    # The language model's head is not read, so it may be missing.
-    absent = theirs.keys() - shapes.keys() - reader.shapes.keys()
-    _check(reader, model_name, language_model, {n: shape for n, shape in theirs.items() if n not in absent}, tied)
-    score = torch.empty(shapes[SCORE]).normal_(
+    shape = checkpoint_shapes(config, head)[0][SCORE]
+    score = torch.empty(shape).normal_(
         std=config.get_text_config().initializer_range, generator=torch.Generator().manual_seed(seed)
     )
-    return lambda name, box: score[box.within(whole(shapes[SCORE]))] if name == SCORE else reader.read(name, box)
-
-
-def _check(
-    reader: BoxReader, model_name: str, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], tied: dict[str, str]
-) -> None:
-    """Raise RecipeError if the files do not have this model's tensors. shapes, tied: see `checkpoint_shapes`."""
-    ignored = [_DERIVED, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
-    unknown = reader.shapes.keys() - shapes.keys() - tied.keys()
-    stray = sorted(name for name in unknown if not any(pattern.search(name) for pattern in ignored))
-    missing = sorted(shapes.keys() - reader.shapes.keys())
-    if missing or stray:
-        raise _mismatch(
-            f"the checkpoint {model_name} does not fit {type(model).__name__}:"
-            f" missing {missing[:4]} ({len(missing)}), unknown {stray[:4]} ({len(stray)})"
-        )
-    if wrong := [f"{n} {reader.shapes[n]} for {shape}" for n, shape in shapes.items() if reader.shapes[n] != shape]:
-        raise _mismatch(f"shapes of the checkpoint {model_name} differ from the model's: {wrong[:4]}")
-    for alias, name in tied.items():
-        if alias in reader.shapes and not torch.equal(*(reader.read(n, whole(reader.shapes[n])) for n in (alias, name))):
-            raise _mismatch(
-                f"{alias} and {name} differ in the checkpoint {model_name}, but its configuration ties them."
-                " Try policy.hf_config_overrides.tie_word_embeddings=false"
-            )
+    return lambda name, box: score[box.within(whole(shape))] if name == SCORE else reader.read(name, box)
 
 
 def _mismatch(message: str) -> RecipeError:

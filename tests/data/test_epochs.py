@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from launch.preflight import record_counts
+from launch.preflight import data_files
 from launch.runs.attempts import latest
 from launch.runs.run_folder import RunFolder
 from launch.runs.run_state import state
@@ -55,26 +55,26 @@ def test_four_records_do_not_fill_a_step_of_eight(tmp_path, algorithm):
     batch = "policy.train_global_batch_size" if algorithm == "sft" else f"{section}.num_prompts_per_step"
     recipe = config.load(f"tiny_{algorithm}", [*keys(written(tmp_path / "four.jsonl", 4)), f"{section}.max_num_epochs=1"])
     setattr(recipe.policy if algorithm == "sft" else config.section(recipe), batch.rpartition(".")[2], 8)
-    (problem,) = record_counts.problems(recipe, [])
+    (problem,) = data_files.step_problems(recipe, [])
     assert named([problem]) == {TOO_FEW} and "got 4 records" in problem.message
     assert f"at least 8, the number for one step ({batch})" in problem.message
     config.section(recipe).max_num_epochs = 2
-    assert not [*record_counts.problems(recipe, notes := [])]
+    assert not [*data_files.step_problems(recipe, notes := [])]
     config.section(recipe).max_num_epochs = 10**6  # no limit
-    assert not [*record_counts.problems(recipe, notes)] and len(notes) == 1 and "1 step of 8" in notes[0]
+    assert not [*data_files.step_problems(recipe, notes)] and len(notes) == 1 and "1 step of 8" in notes[0]
 
 
 def test_the_dropped_rest_of_the_last_epoch_is_told_before_submission(tmp_path):
     recipe = recipe_of("sft", written(tmp_path / "twenty.jsonl", 20), "policy.train_global_batch_size=8")
-    assert not [*record_counts.problems(recipe, notes := [])]
+    assert not [*data_files.step_problems(recipe, notes := [])]
     assert "2 steps of 8" in notes[0] and "the last 4 records" in notes[0]
     config.section(recipe).max_num_steps = 2  # the run ends before the data do
-    assert not [*record_counts.problems(recipe, notes := [])] and not notes
+    assert not [*data_files.step_problems(recipe, notes := [])] and not notes
 
 
 def test_what_a_data_set_leaves_to_train_on_is_counted(tmp_path):
     path = str(written(tmp_path / "ten.jsonl", 10))
-    count = record_counts.count
+    count = data_files.count
     assert count(DatasetConfig(data_path=path)) == 10
     assert count(DatasetConfig(data_path=path, max_samples=6, repeat=3)) == 18
     assert count(DatasetConfig(data_path=path, split_validation_size=0.25)) == 7
@@ -91,9 +91,9 @@ def test_two_small_sets_fill_a_step_together(tmp_path):
     four = written(tmp_path / "four.jsonl", 4)
     sets = ["data.train=null", *(f"data.datasets.{name}.data_path={four}" for name in "ab")]
     recipe = config.load("tiny_sft", [*sets, "sft.max_num_epochs=1", "policy.train_global_batch_size=9"])
-    assert named(record_counts.problems(recipe, [])) == {TOO_FEW}
+    assert named(data_files.step_problems(recipe, [])) == {TOO_FEW}
     recipe.policy.train_global_batch_size = 8
-    assert not [*record_counts.problems(recipe, [])]
+    assert not [*data_files.step_problems(recipe, [])]
     stream, _ = build_streams(recipe, load_tokenizer(recipe.policy.tokenizer))
     assert stream.usable == 8
 
@@ -190,7 +190,7 @@ def test_lines_that_are_no_records_are_dropped_and_counted_also_in_a_resumed_run
     path, of_first = mixed(tmp_path / "data.jsonl", first), bool(first)
     drop = ("policy.train_global_batch_size=3", "data.bad_records=drop", "sft.max_num_epochs=2", "sft.max_num_steps=100")
     recipe = recipe_of("sft", path, *drop)
-    assert record_counts.count(recipe.data.train) == 18 + of_first
+    assert data_files.count(recipe.data.train) == 18 + of_first
 
     def stream():
         return build_streams(recipe, load_tokenizer(recipe.policy.tokenizer))[0]

@@ -41,6 +41,11 @@ def test_renderings_and_stop_tokens_equal_transformers(tmp_path, template):
     data, dataset = DataConfig(), DatasetConfig(input_key="input")
     prompts = [Encoder(one, TokenizerConfig(), data, dataset).prompt({"input": "1+1"}).tolist() for one in (ours, theirs)]
     assert prompts[0] == prompts[1]
+    if template is not MARKED:  # only transformers reads its {% generation %} blocks
+        data, dataset = DataConfig(apply_chat_template=True), DatasetConfig(messages_key="talk")
+        encoders = [Encoder(one, TokenizerConfig(), data, dataset) for one in (ours, theirs)]
+        (tokens, mask), (their_tokens, their_mask) = (encoder.conversation({"talk": TALK[:2]}) for encoder in encoders)
+        assert (tokens.tolist(), mask.tolist()) == (their_tokens.tolist(), their_mask.tolist())
 
 
 @pytest.mark.parametrize("made", [byte_level, metaspace, word_piece])

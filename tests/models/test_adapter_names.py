@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from launch.preflight import adapter_names
+from launch.preflight import architecture
 from pipeline.config import LoRAConfig
 from pipeline.models.hugging_face import layout
 from pipeline.train import lora
@@ -26,18 +26,18 @@ def test_every_linear_layer_can_be_named_and_no_other(case):
     described_model = config.to_dict()
     layers = [*linear, *expert_parameters(model)]
     chosen = LoRAConfig(enabled=True, match_all_linear=False, target_modules=[*layers, *{n.split(".")[-1] for n in layers}])
-    assert not list(adapter_names.problems(chosen, described_model))
+    assert not list(architecture.adapter_problems(chosen, described_model))
     wrong = LoRAConfig(
         enabled=True,
         match_all_linear=False,
         target_modules=["wrong_proj", "*.any"],
         exclude_modules=["self_attn.no_proj", "lm_head"],
     )
-    assert named(adapter_names.problems(wrong, described_model)) == {
+    assert named(architecture.adapter_problems(wrong, described_model)) == {
         (f"{KEY}.target_modules", "not-a-choice"),
         (f"{KEY}.exclude_modules", "not-a-choice"),
     }
-    assert not list(adapter_names.problems(LoRAConfig(enabled=True), described_model))
+    assert not list(architecture.adapter_problems(LoRAConfig(enabled=True), described_model))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -55,7 +55,7 @@ def test_adapters_that_engines_cannot_serve_are_named(case):
             model = AutoModelForCausalLM.from_config(config)
         adapters = lora.inject(model, chosen, layout(model))
         entries = {name: parameter.numel() for name, parameter in model.named_parameters() if ".experts.lora_" in name}
-        problems = named(adapter_names.problems(chosen, config.to_dict(), served=True))
+        problems = named(architecture.adapter_problems(chosen, config.to_dict(), served=True))
         folded = any(".kv_b_proj." in name for name in adapters.shapes)
         refused = {("policy.generation.lora_refit", "unsupported")} if entries or folded else set()
         assert problems == refused and bool(adapters.items)

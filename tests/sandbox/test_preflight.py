@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.preflight.sandbox_support import problems
+from launch.preflight.installed import sandbox_problems as problems
 from pipeline import config
 from pipeline.sandbox import sandbox
 from tests.sandbox.conftest import unusable

@@ -15,9 +15,8 @@ from launch.executors import slurm_client, slurm_environment
 from launch.executors.slurm import batch_script
 from launch.executors.slurm_client import gpus, megabytes, minutes
 from launch.preflight import slurm_job, slurm_limits, slurm_request
-from launch.preflight.slurm_nodes import Cluster
+from launch.preflight.slurm_cluster import Cluster, option_problems
 from launch.preflight.slurm_request import requests
-from launch.preflight.slurm_sbatch import option_problems
 from pipeline.config import ClusterConfig, ComponentConfig, Problem, Recipe
 from tests.launch.waiting import wait_until
 from tests.problems import named

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from launch.preflight import weight_tensors
+from launch.preflight import model_weights
 from pipeline.boxes import Box, whole
 from pipeline.config import PolicyConfig
 from pipeline.models.weight_files import read_weight_files
@@ -117,11 +117,11 @@ def test_submission_accepts_the_tensors_of_every_family(name, families_folder):
     """transformers wrote them. A checkpoint without one, with another shape or with one too many is refused."""
     folder = families_folder / name
     config, stored = json.loads((folder / "config.json").read_text()), read_weight_files(folder).tensors
-    assert list(weight_tensors.problems("k", folder, config, stored, "logprobs")) == []
+    assert list(model_weights.tensor_problems("k", folder, config, stored, "logprobs")) == []
     first, *rest = stored
     for wrong in (
         {n: stored[n] for n in rest},
         {**stored, "model.layers.0.other": stored[first]},
         {**stored, first: replace(stored[first], shape=(1, 2, 3))},
     ):
-        assert named(weight_tensors.problems("k", folder, config, wrong, "logprobs")) == {("k", "unavailable-model")}
+        assert named(model_weights.tensor_problems("k", folder, config, wrong, "logprobs")) == {("k", "unavailable-model")}

@@ -194,20 +194,36 @@ def test_a_teachers_weights_are_needed_even_with_random_policy_weights(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "row", "key", "kind"),
+    ("algorithm", "row", "key"),
     [
-        ("grpo", {"answer": "1"}, "input", "prompts"),
-        ("sft", {"prompt": "a="}, "completion", "answers"),
-        ("dpo", {"prompt": "a=", "rejected": "b"}, "chosen", "answers"),
+        ("grpo", {"answer": "1"}, "input"),
+        ("sft", {"prompt": "a="}, "completion"),
+        ("dpo", {"prompt": "a=", "rejected": "b"}, "chosen"),
     ],
 )
-def test_unknown_text_is_named_and_may_be_kept(tmp_path, algorithm, row, key, kind):
+def test_unknown_text_is_named_and_may_be_kept(tmp_path, algorithm, row, key):
     rows = [row | {key: "1"}, row | {key: "BIG"}]
     (problem,), _ = examined(tmp_path, algorithm, rows)
     assert problem.startswith("data.train.data_path: F:2: the tokenizer in ")
-    assert "does not know 'B', 'I', 'G', which becomes <unk> (in 1 of the " in problem and f" {kind} checked)" in problem
+    assert "does not know 'B', 'I', 'G', which becomes <unk> (in 1 of the 2 records checked)" in problem
     for choice in ("keep", "drop"):
         assert examined(tmp_path, algorithm, rows, f"data.unknown_tokens={choice}")[0] == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "says"),
+    [
+        ("sft", {"messages": [USER, ASSISTANT | {"content": "1" * 40}]}, "F:2: a sequence of 42 tokens"),
+        ("grpo", {"prompt": [USER | {"content": "1" * 40}], "answer": "1"}, "F:2: a prompt of 40 tokens"),
+    ],
+)
+def test_conversations_are_counted_with_the_chat_template(tmp_path, algorithm, row, says):
+    short = {"messages": [USER, ASSISTANT]} if algorithm == "sft" else {"prompt": [USER], "answer": "1"}
+    given = ("data.max_input_seq_length=30", "data.unknown_tokens=keep", *CHAT, *(ANY_ANSWER if algorithm == "grpo" else ()))
+    problems, _ = examined(tmp_path, algorithm, [short, row], *given)
+    (problem,) = [problem for problem in problems if "data.train" in problem]
+    assert says in problem
+    assert examined(tmp_path, algorithm, [short, row], *given, "data.overlong_prompts=drop")[0] == []
 
 
 def test_more_new_tokens_than_the_context_are_refused(tmp_path):
@@ -248,7 +264,7 @@ def test_good_pairs_with_a_margin(tmp_path):
         ({"input": "1", "chosen": "2"}, (), "has no 'rejected'; it has: input, chosen"),
         (PAIR | {"chosen": [ASSISTANT]}, CHAT, "one of 'chosen' and 'rejected' is a list of messages and the other is not"),
         (PAIR | {"gap": "wide"}, ("data.train.margin_key=gap",), "'gap' is 'wide', not a finite number"),
-        (PAIR | {"input": "1+" * 40}, ("data.max_input_seq_length=20",), "a prompt of 80 tokens"),
+        (PAIR | {"input": "1+" * 40}, ("data.max_input_seq_length=30",), "a sequence of 83 tokens"),
     ],
 )
 def test_bad_pairs(tmp_path, row, overrides, says):

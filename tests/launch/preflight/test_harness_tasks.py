@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.preflight import harness_tasks
+from launch.preflight import evaluation_data
 from pipeline.algorithms.evaluate import EvaluateConfig, LmEvalConfig, TaskConfig
 from pipeline.config import Recipe
 
@@ -13,7 +13,8 @@ OWN = "task: riddles\noutput_type: multiple_choice\n"
 
 def problems(section: EvaluateConfig) -> list[tuple[str, str]]:
     return [
-        (problem.key, problem.message) for problem in harness_tasks.problems(Recipe(algorithm="evaluate", evaluate=section))
+        (problem.key, problem.message)
+        for problem in evaluation_data.harness_problems(Recipe(algorithm="evaluate", evaluate=section))
     ]
 
 

@@ -38,7 +38,7 @@ REFUSED = {  # fault -> how to make it, {(key, code)}; a key with a slash is a f
     "vocabulary larger than the embedding": (wrong.change("vocab_size", 41), {(MODEL, "unavailable-model")}),
     "vocabulary smaller": (wrong.change("vocab_size", 39), {(MODEL, "unavailable-model"), (TOKENIZER, "too-large")}),
     "no vocab_size": (wrong.drop("vocab_size"), {(MODEL, "missing-value")}),
-    "other heads": (wrong.change("num_attention_heads", 3), {(MODEL, "unavailable-model")}),
+    "other heads": (wrong.change("num_attention_heads", 3), {(MODEL, "unsupported")}),
     "null for a size": (wrong.change("intermediate_size", None), {(MODEL, "missing-value")}),
     "other key-value heads": (wrong.change("num_key_value_heads", None), {(MODEL, "unavailable-model")}),
     "another head_dim": (wrong.change("head_dim", 8), {(MODEL, "unavailable-model")}),
@@ -165,6 +165,7 @@ def folder(tmp_path, monkeypatch):
 def submission(folder, *overrides):
     """Return (recipe, {(key, code)} of the problems, notes), as a submission finds them."""
     given = ["policy.random_init=false", "data.apply_chat_template=true", "policy.generation.max_new_tokens=8"]
+    given += ["data.unknown_tokens=keep"]  # the marks of the template's turns
     recipe = config.load(str(write_recipe(folder)), [*given, *overrides])
     notes: list[str] = []
     found: list[config.Problem] = []

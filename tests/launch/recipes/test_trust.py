@@ -200,7 +200,7 @@ def test_a_source_is_read_within_bounds(stranger, monkeypatch, seconds):
     (stranger / "evilmod.py").write_text("".join(f"x{i} = x{i + 1}\n" for i in range(2000)) + "right = x0\n")
     recipe = config.inspect(f"{stranger}/mine.yaml").recipe
     replies, notes = user_imports.probe(recipe, Trust.NOTHING), []
-    assert isinstance(replies, str)
+    assert replies["env.mine.kind"].keys() == {"unchecked"}
     assert not list(user_imports.problems(recipe, "local", notes, replies))
     assert "evilmod.right was not checked" in notes[0]
 
