@@ -121,7 +121,8 @@ def begin(request: SweepRequest) -> int:
     searched = loaded.suite.search
     if searched and request.update_baseline:
         raise RecipeError(Problem("update_baseline", "has-no-effect", "a search has no gates, and so no baseline"))
-    if not searched and gates.read_baseline(loaded.baseline) is None and not request.update_baseline:
+    compares = any(gate.needs_baseline for run in loaded.suite.runs for gate in loaded.suite.gates_of(run).values())
+    if compares and gates.read_baseline(loaded.baseline) is None and not request.update_baseline:
         note = f"no baseline yet ({loaded.baseline}): gates that need a baseline fail; update_baseline=true writes it"
         console.print_field("note", note, f"# {note}")
     if folder.begun and (searched or not request.dry_run):
@@ -140,6 +141,9 @@ def begin(request: SweepRequest) -> int:
         if request.update_baseline:
             folder.request_baseline(True)
         if (over := verdict.read(folder.path)) and not request.update_baseline:
+            for gate in over["verdicts"]:
+                if gate["outcome"] != GateResult.PASSED.value:
+                    console.print_state(gate["outcome"], on_one_line(f"{gate['run']}, {gate['gate']}: {gate['said']}"))
             print(f"{over['summary']}\n{folder.path} is complete; id=NAME begins another {'search' if searched else 'sweep'}")
             return 0 if over["passed"] else 1
         size = searched and f"{searched.number_of_trials} trials, {searched.parallel} at once"

@@ -39,6 +39,16 @@ def find(suite: str) -> tuple[str, Path, list[str]]:
     return path.stem, path, []
 
 
+def task_names(suite: str) -> list[str]:
+    """Return the names of a suite's tasks; [] if lm-evaluation-harness names some of them. Raises RecipeError."""
+    _, path, tasks = find(suite)
+    tree = config_tree.load_with_parents(path)
+    section = tree.find(".".join(TASKS))
+    if tasks or tree.find(f"evaluate.{HARNESS}") or not isinstance(section, config_tree.ConfigMapping):
+        return []
+    return list(section.children)
+
+
 def inspect(suite: str, source: Source, overrides: Iterable[str], cluster_and_more: Mapping[str, Any] = {}) -> Loaded:
     """Return the recipe of an evaluation, with its problems.
 

@@ -251,12 +251,6 @@ class GateCase:
         """The name of the reduction of the values of all seeds to one; `each` if the value of every seed is compared."""
         return self.gate.over or {"bounds": "each", "band": "mean", "speed": "median"}[self.gate.kind]
 
-    @property
-    def needs_baseline(self) -> bool:
-        """Return whether the gate compares with the baseline."""
-        evaluation = self.gate.evaluation
-        return self.gate.kind in ("band", "speed") or (evaluation is not None and evaluation.not_worse_than == BASELINE)
-
     def verdict(self) -> Verdict:
         """Evaluate the gate, and return its verdict."""
         outcome, values, limits = GateResult.PASSED, {}, Limits()

@@ -144,6 +144,11 @@ class GateConfig:
         kinds = {"bounds": bounds, "band": self.band, "speed": self.speed, "same_as": self.same_as, "paired": paired}
         return " and ".join(name for name, is_set in kinds.items() if is_set)
 
+    @property
+    def needs_baseline(self) -> bool:
+        """Whether the gate compares with the baseline."""
+        return self.kind in ("band", "speed") or (self.evaluation is not None and self.evaluation.not_worse_than == BASELINE)
+
 
 @dataclass
 class RunConfig:
@@ -442,9 +447,14 @@ def _evaluation(key: str, gate: GateConfig, evaluation: EvaluationGateConfig) ->
     elif gate.over is not None:
         yield Problem(f"{key}.over", "has-no-effect", "not_worse_than compares all seeds together, and does not read this key")
     try:
-        evaluation_suites.find(evaluation.suite)
+        tasks = evaluation_suites.task_names(evaluation.suite)
     except RecipeError as error:
         yield from (replace(problem, key=f"{key}.evaluation.suite") for problem in error.problems)
+        return
+    if tasks and evaluation.task not in (*tasks, MISSING):
+        near = _nearest(evaluation.task, tasks)
+        message = f"got '{evaluation.task}'; expected a task of {evaluation.suite}: {', '.join(tasks)}{near and f'; {near}'}"
+        yield Problem(f"{key}.evaluation.task", "not-a-choice", message)
 
 
 def _of_run(suite: Suite, run: str, key: str, gate: GateConfig) -> Iterator[Problem]:

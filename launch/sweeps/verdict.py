@@ -219,7 +219,7 @@ def _new_baseline(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commi
     The reasons are runs that did not complete, gates that do not need a baseline and did not pass, and values that are missing.
     """
     cases = [case for run in sweep.suite.runs for case in sweep.cases(run)]
-    independent = [*(job.completes for job in ran), *(case.verdict() for case in cases if not case.needs_baseline)]
+    independent = [*(job.completes for job in ran), *(case.verdict() for case in cases if not case.gate.needs_baseline)]
     bad = [verdict for verdict in independent if verdict.outcome is not GateResult.PASSED]
     problems = [f"{verdict.run}, {verdict.gate}: {verdict.message}" for verdict in bad]
     runs: dict[str, StoredRun] = {}
@@ -227,7 +227,7 @@ def _new_baseline(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commi
         stored = runs[run] = StoredRun(overrides=_overrides(folder.plan.jobs, run))
         with contextlib.suppress(GateSkipped):
             stored.hardware = sweep.hardware(run)
-        for case in [case for case in sweep.cases(run) if case.needs_baseline]:
+        for case in [case for case in sweep.cases(run) if case.gate.needs_baseline]:
             try:
                 stored.gates[case.name] = case.to_store()
             except (GateSkipped, NoValue) as error:
@@ -250,6 +250,7 @@ class GateOutcome(TypedDict):
     run: str
     gate: str
     outcome: str
+    said: str  # the values found and expected
 
 
 class StoredVerdict(TypedDict):

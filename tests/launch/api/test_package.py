@@ -15,9 +15,9 @@ pytestmark = pytest.mark.full
 PROGRAM = """
 import sys
 import hetstep, launch.submit, pipeline.config
+assert "torch" not in sys.modules
 print(hetstep.__file__)
 print(hetstep.plan(sys.argv[1]).steps)
-assert "torch" not in sys.modules
 """
 
 

@@ -88,7 +88,7 @@ def test_a_stored_evaluation_and_the_baseline_are_references(tmp_path, share, ou
     asked = {"not_worse_than": "baseline"}
     good = sweep(tmp_path / "good", asked, {"a": 0.8})
     (case,) = good.cases("a")
-    assert "there is no baseline yet" in case.verdict().message and case.needs_baseline
+    assert "there is no baseline yet" in case.verdict().message and case.gate.needs_baseline
     stored = Baseline(Provenance("s", "2026-01-01"), {"a": StoredRun(gates={"g": case.to_store()})})
     write_baseline(stored, tmp_path / "baseline.yaml")
     again = read_baseline(tmp_path / "baseline.yaml")
@@ -133,7 +133,7 @@ def test_an_evaluation_of_an_earlier_step_does_not_count(tmp_path):
     assert evaluation_suites.find("tiny")[0] == "tiny"
 
 
-ASKED = {"suite": "tiny", "task": "t"}
+ASKED = {"suite": "tiny", "task": "addition"}
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,7 @@ ASKED = {"suite": "tiny", "task": "t"}
     [
         ({"evaluation": {"suite": "tiny"}, "at_least": 0}, "evaluation.task", "missing-value"),
         ({"evaluation": {**ASKED, "suite": "tinny"}, "at_least": 0}, "evaluation.suite", "file-not-found"),
+        ({"evaluation": {**ASKED, "task": "additon"}, "at_least": 0}, "evaluation.task", "not-a-choice"),
         ({"evaluation": ASKED}, "", "missing-value"),
         ({"evaluation": {**ASKED, "not_worse_than": "c"}}, "evaluation.not_worse_than", "not-a-choice"),
         ({"evaluation": {**ASKED, "not_worse_than": "a"}}, "evaluation.not_worse_than", "contradiction"),

@@ -60,8 +60,9 @@ def test_a_sweep_makes_a_baseline_and_then_finds_a_regression(tmp_path, here):
     assert [key for key, outcome in outcomes(tmp_path / "sweeps/some/bad").items() if outcome != "passed"] == [("b", "loss")]
     assert "failed: b, loss: 1.25, mean of the seeds; expected at most 0.155" in output
 
-    status, output = here(f"check={tmp_path}/sweeps/some/bad")
-    assert status == 1 and "failed: b, loss: 1.25" in output
+    for repeated in ([f"check={tmp_path}/sweeps/some/bad"], [*command, *bad]):
+        status, output = here(*repeated)
+        assert status == 1 and "failed: b, loss: 1.25" in output
 
 
 @pytest.mark.full
