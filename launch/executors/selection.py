@@ -9,16 +9,23 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from launch.executors import allocation, slurm_client
 from pipeline.config import Recipe
+from pipeline.config.config_tree import COMMAND_LINE
 
 DESCRIPTIONS = {
     "slurm": "a Slurm job",
     "allocation": "the Slurm allocation of this shell",
     "local": "processes on this machine",
 }
+OF_SLURM = re.compile(
+    r"cluster\.((train|generate|reward)\.(?!(nodes|gpus_per_node|ranks_per_node|env_vars|gpu|gpu_memory_gb)\b)|sbatch_options)"
+)
+"""Beginnings of keys that neither a local run nor a plan reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +52,10 @@ def choose(recipe: Recipe) -> ExecutorChoice:
     step = os.environ.get("SLURM_JOB_ID")
     inside = f", and this is a step of Slurm job {step}, which cannot start other steps" if step else ""
     return ExecutorChoice("slurm", f"Slurm's controller answers{inside}")
+
+
+def notes(chosen: ExecutorChoice, origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note on keys of the command line that only Slurm reads, for a local run. origins: as in `Loaded`."""
+    keys = [key for key, origin in origins.items() if origin == COMMAND_LINE and OF_SLURM.match(key)]
+    if chosen.name == "local" and keys:
+        yield f"{', '.join(keys)}: no effect, because the executor is local. Try cluster.executor=slurm"

@@ -143,7 +143,7 @@ def _examine(
         recipe, choice = backend_choice.choose(recipe, pending, run_setup.earlier(recipe))
         unread, unread_notes = loaded.unread(recipe)
         problems += unread
-        notes += unread_notes
+        notes += [*unread_notes, *selection.notes(executor, loaded.origins)]
         if not problems:
             layout = list(architecture.against_layout(recipe, pending))
             plans = not layout and (wants_plan or plan_from or config.has_gpus(recipe))

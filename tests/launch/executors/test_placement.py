@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from launch.executors import gpus
+from launch.executors import gpus, selection
 from launch.executors.components import components
 from launch.executors.local import rank_environments
 from launch.plan import placement
@@ -153,3 +153,19 @@ def test_more_gpus_on_a_node_than_it_usually_has_are_noted():
     assert note == f"{keys}: got 16 on each node; nodes with h100 usually have 8"
     assert not list(placement.notes(config.load("llama8b_grpo")))
     assert not list(placement.notes(config.load("llama8b_grpo", ["cluster.train.gpu=gb200", "cluster.train.gpus_per_node=16"])))
+
+
+def test_keys_of_slurm_on_the_command_line_are_noted_in_a_local_run():
+    slurm = [
+        "cluster.train.partition=long",
+        "cluster.generate.sbatch_options={hold: null}",
+        "cluster.sbatch_options={reservation: x}",
+    ]
+    both = ["cluster.train.nodes=1", "cluster.train.gpu=h200", "cluster.time_min=5", "cluster.generate.env_vars={A: b}"]
+    origins = config.inspect("tiny_grpo", [*slurm, *both]).origins
+    (note,) = selection.notes(selection.ExecutorChoice("local"), origins)
+    assert note.startswith(
+        "cluster.train.partition, cluster.generate.sbatch_options.hold, cluster.sbatch_options.reservation: no"
+    )
+    assert not [*selection.notes(selection.ExecutorChoice("slurm"), origins)]
+    assert not [*selection.notes(selection.ExecutorChoice("local"), config.inspect("tiny_grpo", both).origins)]
