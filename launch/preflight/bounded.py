@@ -4,8 +4,8 @@ A chat template is a program: Jinja's sandbox denies it files and objects, but d
 source of a module may be long and deeply nested.
 
 Any thread may call `call`. The fork has only the calling thread, and a lock that another thread held stays locked in the fork:
-at worst, the function waits until its time is over. The fork closes all files but stdin, stdout and stderr, so that it keeps no
-connection and no file lock.
+at worst, the function waits until its time is over. The fork closes all files but stdout, so that it keeps no connection and no
+file lock; what a library prints before it aborts, out of memory, is lost.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def _child(function: Callable[[], Any], sender: Connection) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         signal.alarm(int(WAIT_S) + 1)  # it ends without its parent too, even where it waits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.closerange(3, sender.fileno())
         os.closerange(sender.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         with open("/proc/self/statm") as statm:

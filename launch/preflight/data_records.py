@@ -7,7 +7,6 @@ time and memory, since a chat template is a program of the model's author. The j
 from __future__ import annotations
 
 import difflib
-import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from launch.preflight import bounded, data_files
 from launch.preflight.data_files import FirstRecords, Record
+from launch.terminal.units import plural
 from pipeline.config import GENERATED_DATASETS, PAIRED, DatasetConfig, Problem, Recipe, RecipeError, answer_check, generates
 from pipeline.data.chat import Encoder, unknown_token
 from pipeline.data.columns import column, column_names, guess_columns, judged_by_answer, recognize_columns
@@ -23,8 +23,9 @@ from pipeline.data.file_tokenizer import FileTokenizer
 from pipeline.data.records import RecordReader, Turns
 from pipeline.data.turns import GENERATION_BLOCK
 
-ENCODED = 256  # of the first records, and as many of the longest ones
-MOST_TOKENS = 250_000  # of all these records together: about a second
+ENCODED = 256  # of the first records, and as many of the longest other ones
+MOST_TOKENS = 250_000  # of the first records together, and of the longest ones: about a second each
+MOST_CHARACTERS = 1 << 17  # of a record; tokenizers need much memory for longer ones
 SHOWN_FAULTS = 5  # faults reported per data file
 Numbered = list[tuple[int, Record]]
 
@@ -61,7 +62,7 @@ def problems(
     tokenizer: the path of the policy's tokenizer.json; None: encode no records. fields: those of the user's environment; None
     if there is none. notes: receives which columns are read.
     """
-    numbered, usable = records.numbered, []
+    numbered, usable, sizes = records.numbered, [], {}
     faults: dict[int, str] = {}
     encoded: list[EncodedRecord] = []
     try:
@@ -85,11 +86,11 @@ def problems(
         reader = RecordReader(recipe.data, columns.dataset)
         for number, record in numbered:
             try:
-                _read(recipe, reader, record, required)
+                sizes[number] = _read(recipe, reader, record, required)
                 usable.append((number, record))
             except ValueError as error:
                 faults[number] = str(error)
-        encoded = _encode(recipe, columns.dataset, tokenizer, usable, notes) if tokenizer and usable else []
+        encoded = _encode(recipe, key, columns.dataset, tokenizer, usable, sizes, notes) if tokenizer and usable else []
         faults |= {record.number: record.fault for record in encoded if record.fault}
         faults |= _unjudged(recipe, reader, [pair for pair in usable if pair[0] not in faults])
     unusable: dict[str, list[int]] = {}
@@ -104,18 +105,25 @@ def problems(
         yield from _token_problems(recipe, records, tokenizer, [record for record in encoded if not record.fault])
 
 
-def _read(recipe: Recipe, reader: RecordReader, record: Record, required: Sequence[str]) -> None:
-    """Raise ValueError with the first fault of a record's columns. required: fields that the user's reward function needs."""
+def _read(recipe: Recipe, reader: RecordReader, record: Record, required: Sequence[str]) -> int:
+    """Return about how many characters of a record are encoded. Raise ValueError with the first fault of its columns.
+
+    required: fields that the user's reward function needs.
+    """
     if recipe.algorithm in PAIRED:
-        reader.pair(record)
+        read: Any = reader.pair(record)
         reader.margin(record)
     elif generates(recipe):
-        reader.question(record)
+        read = reader.question(record)
         if judged_by_answer(recipe, reader.dataset):
             reader.answer(record)
         reader.check_fields(record, required)
     else:
-        reader.example(record)
+        read = reader.example(record)
+    try:
+        return len(str(read))
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
 
 
 def _unjudged(recipe: Recipe, reader: RecordReader, records: Numbered) -> Iterator[tuple[int, str]]:
@@ -204,15 +212,25 @@ def _absent_columns(
 
 
 def _encode(
-    recipe: Recipe, dataset: DatasetConfig, tokenizer: Path, records: Numbered, notes: list[str]
+    recipe: Recipe,
+    key: str,
+    dataset: DatasetConfig,
+    tokenizer: Path,
+    records: Numbered,
+    sizes: Mapping[int, int],
+    notes: list[str],
 ) -> list[EncodedRecord]:
-    """Return the results of the first and the longest records, longest first; none if another check reports the tokenizer.
+    """Return the results of the first and of the longest records; none if another check reports the tokenizer.
 
-    dataset: the data set with its recognized columns. notes: receives why records are not encoded.
+    dataset: the data set with its recognized columns. sizes: record number -> characters. notes: receives why records are not
+    encoded.
     """
-    longest = sorted(records, key=lambda numbered: -len(str(numbered[1])))
-    pairs = itertools.islice(zip(longest, records, strict=True), ENCODED)
-    chosen = {number: record for pair in pairs for number, record in pair}
+    short = [(number, record) for number, record in records if sizes[number] <= MOST_CHARACTERS]
+    if left := len(records) - len(short):
+        longer = f"{plural(left, 'record')} of more than {MOST_CHARACTERS:,} characters"
+        notes.append(f"{key}: only the job checks that the tokenizer encodes {longer}")
+    first = short[:ENCODED]
+    longest = sorted(short[ENCODED:], key=lambda numbered: -sizes[numbered[0]])[:ENCODED]
 
     def work() -> list[tuple[Any, ...]]:
         try:
@@ -221,19 +239,21 @@ def _encode(
         except RecipeError:
             return []
         results: list[tuple[Any, ...]] = []
-        tokens = 0
-        for number, record in chosen.items():
-            try:
-                sizes, texts = _sequences(recipe, encoder, record)
-            except ValueError as error:
-                results.append((number, str(error)))
-                continue
-            results.append(
-                (number, None, max(sizes), _unknown(encoder, texts) if recipe.data.unknown_tokens == "error" else "")
-            )
-            tokens += sum(sizes)
-            if tokens > MOST_TOKENS or time.process_time() > bounded.SECONDS / 2:  # of this fork
-                break
+        for chosen, seconds in ((first, bounded.SECONDS / 4), (longest, bounded.SECONDS / 2)):
+            tokens = 0
+            for number, record in chosen:
+                if tokens > MOST_TOKENS or time.process_time() > seconds:  # of this fork
+                    break
+                try:
+                    lengths, texts = _sequences(recipe, encoder, record)
+                except ValueError as error:
+                    results.append((number, str(error)))
+                    continue
+                except (TypeError, AttributeError, LookupError):  # the job's tokenizer may encode the record
+                    continue
+                unknown = _unknown(encoder, texts) if recipe.data.unknown_tokens == "error" else ""
+                results.append((number, None, max(lengths), unknown))
+                tokens += sum(lengths)
         return results
 
     try:

@@ -1,7 +1,7 @@
 """Check the models, tokenizers and data files of a recipe before anything is created or submitted.
 
-Reads JSON, JSONL and tokenizer.json, imports neither torch nor transformers, and bounds how much it reads, so that it takes
-less than two seconds. The job checks what lies beyond these bounds.
+Reads JSON, JSONL and tokenizer.json, imports neither torch nor transformers, and bounds how much it reads and encodes. The job
+checks what lies beyond these bounds.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ def _jobs_of_search(search: SearchConfig, overrides: list[str], folder: Path) ->
     refuse([*package_problems(search), *corner_problems(search, overrides)])
     lowest: list[Prepared] = []
     plans: list[Plan | None] = []
-    problems: dict[tuple[str, str], Problem] = {}
+    problems: list[Problem] = []
+    known: set[tuple[str, str]] = set()  # (key, code) of problems of earlier corners
     chosen = corners(search)
     for corner in chosen if len(chosen) <= MOST_PLANS else [chosen[0], chosen[-1]]:
         examined = examine(search.recipe, [*overrides, *as_arguments(corner), f"run_dir={folder}/runs/trial-0000"], dry=False)
@@ -121,13 +122,14 @@ def _jobs_of_search(search: SearchConfig, overrides: list[str], folder: Path) ->
         with collected(of_corner):
             examined.refuse()
         for problem in of_corner:
-            shown = _at_parameter(search, problem) if corner is chosen[0] else _of_corner(search, problem, corner)
-            problems.setdefault((problem.key, problem.code), shown)
+            if (problem.key, problem.code) not in known:
+                problems.append(_at_parameter(search, problem) if corner is chosen[0] else _of_corner(search, problem, corner))
+        known |= {(problem.key, problem.code) for problem in of_corner}
         lowest = lowest or examined.prepared
         plan = examined.prepared[-1].plan if examined.prepared else None
         plans.append(plan if isinstance(plan, Plan) else None)
     price = price_of(search, plans)
-    refuse([*budget_problems(search, price), *problems.values()])
+    refuse([*budget_problems(search, price), *problems])
     refuse(_pruner_problems(search, run_control.max_steps(lowest[-1].recipe)))
     executor = lowest[-1].executor.name
     refuse(_not_submitting({executor}))

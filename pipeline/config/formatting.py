@@ -42,7 +42,7 @@ def on_one_line(value: Any) -> str:
     """Return a value as YAML on one line."""
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value)  # a YAML text in double quotes
-    return yaml_text.dump(value, on_one_line=True).removesuffix("...\n").rstrip("\n")
+    return yaml_text.dump(value, on_one_line=True).removesuffix("\n...\n").removesuffix("\n")
 
 
 def _origin(key: str, origins: dict[str, str]) -> str:

@@ -90,10 +90,10 @@ class FileTokenizer:
 
     is_fast = True  # a tokenizer.json gives offsets
 
-    def __call__(self, text: str, add_special_tokens: bool = True, return_offsets_mapping: bool = True) -> EncodedText:
-        """Return the tokens of a text."""
+    def __call__(self, text: str, add_special_tokens: bool = True, return_offsets_mapping: bool = False) -> EncodedText:
+        """Return the tokens of a text and, if they are asked for, their positions."""
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return EncodedText(encoding.ids, encoding.offsets)
+        return EncodedText(encoding.ids, encoding.offsets if return_offsets_mapping else [])
 
     def decode(self, tokens: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens."""

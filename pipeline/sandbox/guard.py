@@ -4,7 +4,7 @@
 
 It reads one line of JSON (see `guard_client.py`) and the contents of files from stdin, and writes one line of JSON and the
 program's output to stdout. All orphans among its descendants become its children, so nothing is left when it ends. When the
-rank dies, the guard ends everything; when the guard dies, the kernel does.
+rank dies, the guard ends everything; when the guard dies, the kernel does or, for root, the process that made the namespace.
 
 An interactive program has the rank's pipes as stdin and stdout, and the end of the guard's stdin ends it. Hundreds of them may
 wait for the policy at the same time, so the guard samples an idle one less and less often, until a byte on the guard's stdin

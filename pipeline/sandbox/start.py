@@ -124,7 +124,8 @@ def start_isolated(
     os.set_blocking(report, False)
     init = json.loads(line)["child-pid"]
     if keeper is not None:
-        os.write(keeper, str(init).encode())
+        with contextlib.suppress(BrokenPipeError):  # its reader has been killed: the guard's own end is then not watched
+            os.write(keeper, str(init).encode())
     _limit(init, limits, linux.counts_processes_by_namespace())
     return StartedProgram(child, init, go, report)
 

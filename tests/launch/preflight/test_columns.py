@@ -226,6 +226,21 @@ def test_conversations_are_counted_with_the_chat_template(tmp_path, algorithm, r
     assert examined(tmp_path, algorithm, [short, row], *given, "data.overlong_prompts=drop")[0] == []
 
 
+def test_a_record_that_is_too_long_to_encode_here_hides_no_other(tmp_path):
+    rows = [{"input": "a=", "output": "1" * 3_000_000}, *({"input": "a=", "output": "1"} for _ in range(300))]
+    (problem,), notes = examined(tmp_path, "sft", [*rows, {"input": "a=", "output": "B"}], "data.overlong_prompts=drop")
+    assert problem.startswith("data.train.data_path: F:302: the tokenizer in ") and "does not know 'B'" in problem
+    assert "data.train: only the job checks that the tokenizer encodes 1 record of more than 131,072 characters" in notes
+
+
+def test_the_longest_records_are_those_with_the_longest_texts(tmp_path):
+    """Not those with the longest columns that nothing reads."""
+    rows = [{"input": "a=", "answer": "1", "solution": "x" * 500} for _ in range(700)]
+    rows[400] = {"input": "1" * 40, "answer": "1", "solution": ""}
+    (problem,), _ = examined(tmp_path, "grpo", rows)
+    assert "F:401: a prompt of 41 tokens" in problem
+
+
 def test_more_new_tokens_than_the_context_are_refused(tmp_path):
     problems, notes = examined(tmp_path, "grpo", [{"input": "a=", "answer": "1"}], "policy.generation.max_new_tokens=64")
     assert problems == []

@@ -100,12 +100,12 @@ def test_the_command_line_changes_the_suite_or_every_recipe(tmp_path):
 
 
 def test_overrides_become_command_line_arguments():
-    given = {"a": {"b": 1.5, "c": [1, "x y"], "d": None}, "e.f": "it's: so", "g": {}, "h": True, "i": "true"}
+    given = {"a": {"b": 1.5, "c": [1, "x y"], "d": None}, "e.f": "it's: so", "g": {}, "h": True, "i": "true", "j": "Wait..."}
     told = suite.as_arguments(given)
-    assert [each.partition("=")[0] for each in told] == ["a.b", "a.c", "a.d", "e.f", "g", "h", "i"]
+    assert [each.partition("=")[0] for each in told] == ["a.b", "a.c", "a.d", "e.f", "g", "h", "i", "j"]
     read = [node for each in told for _, node in config_tree.parse_overrides([each])]
     values = [node.plain() if isinstance(node, config_tree.ConfigMapping) else [node.value] for node in read]
-    assert values == [[1.5], [[1, "x y"]], [None], ["it's: so"], {}, [True], ["true"]]
+    assert values == [[1.5], [[1, "x y"]], [None], ["it's: so"], {}, [True], ["true"], ["Wait..."]]
 
 
 def test_problems_of_all_runs_recipes_come_in_one_list_and_nothing_is_written(tmp_path, capsys):
