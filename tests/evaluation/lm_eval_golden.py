@@ -11,6 +11,7 @@ import json
 import random
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,20 @@ SEED = 1234  # of its worked examples
 
 
 def main() -> None:
+    values = computed()
+    assert "minerva_math" in values, "antlr4-python3-runtime is not of version 4.11"
     GOLDEN.parent.mkdir(exist_ok=True)
-    GOLDEN.write_text(json.dumps(computed(), indent=0, ensure_ascii=True) + "\n")
+    GOLDEN.write_text(json.dumps(values, indent=0, ensure_ascii=True) + "\n")
 
 
 def computed() -> dict[str, Any]:
-    """Return what lm_eval computes."""
+    """Return what lm_eval computes: without minerva_math where antlr4 is not of version 4.11, which its code insists on."""
     from tests.evaluation import sample_records
 
     with tempfile.TemporaryDirectory() as folder:
         sample_records.write(Path(folder))
         here = Path(folder)
         gsm8k = _task("gsm8k/gsm8k.yaml", here / "gsm8k/main", "train", "test")
-        minerva = _task("minerva_math/minerva_math_algebra.yaml", here / "minerva_math/algebra", "test")
         law = _task("mmlu_pro/mmlu_pro_law.yaml", here / "mmlu_pro", "test", "validation")
         for split in ("test", "dev"):  # lm_eval reads the subset of one subject
             path = here / f"mmlu/all/{split}.jsonl"
@@ -47,14 +49,19 @@ def computed() -> dict[str, Any]:
                     for expected, text in gsm8k_answers()
                 ],
             },
-            "minerva_math": {
-                "prompts": _prompts(minerva, 4),
-                "scores": [[expected, text, *_minerva(expected, text)] for expected, text in minerva_answers()],
-                "normalized": {text: _normalized(text) for text in FINAL_ANSWERS},
-            },
+            **({"minerva_math": _minerva_math(here)} if version("antlr4-python3-runtime").startswith("4.11") else {}),
             "mmlu_pro": {"prompts": _prompts(law, 5)},
             "mmlu": {"prompts": _prompts(anatomy, 5)},
         }
+
+
+def _minerva_math(folder: Path) -> dict[str, Any]:
+    task = _task("minerva_math/minerva_math_algebra.yaml", folder / "minerva_math/algebra", "test")
+    return {
+        "prompts": _prompts(task, 4),
+        "scores": [[expected, text, *_minerva(expected, text)] for expected, text in minerva_answers()],
+        "normalized": {text: _normalized(text) for text in FINAL_ANSWERS},
+    }
 
 
 def _task(file: str, folder: Path, *splits: str) -> Any:
