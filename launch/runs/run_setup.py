@@ -114,12 +114,14 @@ def earlier(recipe: Recipe) -> Recipe | None:
 def check(recipe: Recipe) -> None:
     """Raise RecipeError if the recipe holds a secret, or may not be written into its run_dir.
 
-    It may not if the folder belongs to another recipe or is not writable, or if the last checkpoint in it cannot be resumed,
-    because it has another version, is damaged, or is encrypted and the recipe names no key.
+    It may not if the folder has results or a live job of another recipe or is not writable, or if the last checkpoint in it
+    cannot be resumed, because it has another version, is damaged, or is encrypted and the recipe names no key. A run that left
+    nothing to continue, such as one with a mistake in its recipe, is replaced.
     """
     config.refuse(kept_secrets.problems(dataclasses.asdict(recipe)))
     run_dir = Path(recipe.run_dir).absolute()
-    if (before := earlier(recipe)) is not None and (different := differences(before, recipe)):
+    before = earlier(recipe)
+    if before and (different := differences(before, recipe)) and (_has_results(run_dir) or live_job(run_dir)):
         raise _refusal("run-exists", f"{run_dir} holds another recipe:\n      {_how_to_continue(before, recipe, different)}")
     run_files.submissions(run_dir, "run_dir")  # which the submission will add to
     complete = Checkpoints(run_dir, "", recipe.checkpointing).all()
@@ -152,6 +154,12 @@ def _how_to_continue(before: Recipe, now: Recipe, different: dict[str, tuple[Any
     lines += [" ".join(restored)] if restored else []
     lines += [f"without {', '.join(more)}"] if more else []
     return "\n      ".join(lines)
+
+
+def _has_results(run_dir: Path) -> bool:
+    """Return whether a folder has steps, a checkpoint, answers of an evaluation, or the record of a complete run."""
+    files = (path for name in ("done.json", TRAINED, "checkpoints/*", "answers/*") for path in run_dir.glob(name))
+    return any(files) or _has_trained(run_dir)
 
 
 def _has_trained(run_dir: Path) -> bool:

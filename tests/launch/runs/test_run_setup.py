@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -164,6 +165,10 @@ def test_keys_that_must_stay_are_named_in_the_schemas_order_with_the_reason(load
     assert next(iter(found)) == "grpo.seed" and found["grpo.seed"] == (42, 1) and found[betas] == (None, [0.9, 0.95])
     (tmp_path / "run").mkdir()
     config.write(config.with_backend(before, "dtensor"), tmp_path / "run/recipe.yaml")
+    run_setup.check(config.with_backend(now, "dtensor"))  # the run left nothing to continue
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 0, "time": 0}\n')
+    run_setup.check(config.with_backend(now, "dtensor"))
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 0, "time": 0}\n{"step": 1, "time": 1}\n')
     with refused(("run_dir", "run-exists")) as error:
         run_setup.check(config.with_backend(now, "dtensor"))
     (problem,) = error.value.problems
@@ -180,6 +185,21 @@ def test_keys_that_must_stay_are_named_in_the_schemas_order_with_the_reason(load
     )
     again = load("grpo.seed=1", *ahead, *shlex.split(kept))
     run_setup.check(config.with_backend(again, "dtensor"))
+
+
+@pytest.mark.parametrize("left", ["checkpoints/step_000004/complete.json", "answers/sums.jsonl", "done.json", "job.json"])
+def test_a_run_that_left_something_or_goes_on_is_not_replaced(load, tmp_path, monkeypatch, left):
+    config.write(config.with_backend(load(), "dtensor"), run_file(tmp_path, "recipe.yaml"))
+    run_file(tmp_path, left).write_text("{}")
+    monkeypatch.setattr(run_setup, "live_job", lambda folder: (folder / "job.json").exists())
+    with refused(("run_dir", "run-exists")):
+        run_setup.check(config.with_backend(load("grpo.seed=1"), "dtensor"))
+
+
+def run_file(folder: Path, name: str) -> Path:
+    path = folder / "run" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_submission(load, tmp_path):

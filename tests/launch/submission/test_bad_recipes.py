@@ -193,6 +193,7 @@ def test_the_folder_of_another_recipe_is_refused(tmp_path):
 
     (tmp_path / "run").mkdir()
     config.write(config.load(str(tmp_path / "tiny.yaml"), ["policy.dtensor_cfg.enabled=true"]), tmp_path / "run/recipe.yaml")
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "time": 1}\n')
     write_data(tmp_path / "other.jsonl", ["3+3="])
     assert "holds another recipe:\n      grpo.seed is 1 in the run and 2 in this recipe" in refuse(tmp_path, "grpo.seed=2")
     assert "data.train.data_path is" in refuse(tmp_path, "data.train.data_path=other.jsonl")
