@@ -61,6 +61,8 @@ from pipeline.models.shape import ModelShape
 from pipeline.refit import plan
 from pipeline.refit.schedule import RefitSchedule
 
+CAUSE = 400  # characters of a package's error in the message
+
 if TYPE_CHECKING:
     from pipeline.refit.recorded_sides import RecordedSides
 
@@ -135,8 +137,7 @@ def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backen
         recipe = reading.load(request.recipe, [*overrides, f"policy.model_name={model}"])
     recipe, choice = backend_choice.choose(recipe)
     assert choice is not None, "it trains"
-    if is_local(recipe.policy.model_name):
-        refuse(architecture.problems(recipe))
+    refuse((architecture.problems if is_local(recipe.policy.model_name) else architecture.against_layout)(recipe))
     return recipe, choice
 
 
@@ -158,9 +159,15 @@ class RefitPrediction:
 def recorded(recipe: Recipe, model: Mapping[str, Any]) -> RecordedSides:
     """Return what each rank of a recipe holds or receives. model: the policy's config.json.
 
-    Raises RecipeError where a package is missing, and ValueError, of which RecipeError is a subclass, for layouts that are not
-    supported.
+    Raises RecipeError, which names the rank, where a package is missing and for a model or a layout that a package refuses.
     """
+    recorded_part = "the model"
+
+    def progress(text: str) -> None:
+        nonlocal recorded_part
+        recorded_part = text
+        print(f"recording {text}", file=sys.stderr)
+
     with tempfile.TemporaryDirectory(prefix="model-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages about optional parts, which describe no layout
         (Path(folder) / "config.json").write_text(json.dumps(model))
@@ -168,10 +175,19 @@ def recorded(recipe: Recipe, model: Mapping[str, Any]) -> RecordedSides:
             from pipeline.refit.recorded_sides import record_sides  # torch and transformers; reading a recipe needs neither
 
             described = replace(recipe, policy=replace(recipe.policy, model_name=folder))
-            return record_sides(described, lambda text: print(f"recording {text}", file=sys.stderr))
+            return record_sides(described, progress)
+        except RecipeError:
+            raise
         except ImportError as error:
             message = f"{error}; the packages of a run describe its layouts. Try `make setup`, or run it in an image of the run"
             raise RecipeError(Problem("", "not-installed", message)) from error
+        except Exception as error:  # the packages raise any class for a config.json or a layout that they cannot build
+            cause = " ".join(f"{type(error).__name__}: {error}".split())[:CAUSE]
+            message = (
+                f"got {recipe.policy.model_name}, of which {recorded_part} cannot be recorded ({cause}); expected a model and a"
+                " layout that this package builds. Try to compare the keys of config.json with those of the published model"
+            )
+            raise RecipeError(Problem("policy.model_name", "unsupported", message)) from error
 
 
 def predict(recipe: Recipe) -> RefitPrediction:

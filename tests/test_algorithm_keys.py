@@ -223,6 +223,7 @@ def test_valid_keys_are_accepted(algorithm, overrides):
         ("loss_fn.kl_type", "distillation"),
         ("value_loss_fn.scale", "ppo"),
         ("data.learn_prefilled", "sft dpo rm"),
+        ("plan.longest_tokens", "sft dpo rm"),
         ("value.optimizer.kwargs.lr", "ppo"),
         ("teacher.model_name", "distillation"),
         ("policy.model_name", " ".join(ALGORITHMS)),

@@ -233,6 +233,7 @@ def test_rank_counts_that_do_not_divide_are_refused(load, overrides, ranks, prob
          " expected a divisor of 2. Try 2, or cluster.train.nodes=3"),
         (sizes(tp=8, pp=2), 8, "tensor_model_parallel_size 8 x pipeline_model_parallel_size 2 is 16, which does not divide the"
          " 8 ranks of cluster.train (nodes 1 x 8 per node); expected a divisor of 4. Try 4, or cluster.train.nodes=2"),
+        (sizes(pp=16), 24, "expected a divisor of 24. Try 8, or cluster.train.nodes=2"),  # no 12, which may divide no model
         (sizes(tp=3, pp=5), 8, "expected a smaller product. Try cluster.train.nodes=15"),
     ],
 )  # fmt: skip

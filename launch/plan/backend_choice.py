@@ -27,7 +27,7 @@ from typing import Any
 from launch.plan import recomputation
 from launch.plan.memory_parts import TrainModel, models
 from launch.plan.rank_division import Parallelism
-from launch.plan.rank_memory import of_stages
+from launch.plan.rank_memory import of_stages, stages
 from launch.recipes.model_files import planning_config
 from launch.terminal.units import plural
 from pipeline import config
@@ -35,6 +35,7 @@ from pipeline.config import (
     Backend,
     DTensorConfig,
     MegatronConfig,
+    PolicyConfig,
     Problem,
     Recipe,
     RecipeError,
@@ -104,9 +105,16 @@ def choose(
         return recipe, choice
     earlier = before if before and requested_backend(before.policy) == choice.backend else None
     shapes = _known_shapes(recipe, pending) if recipe.cluster.train.gpus_per_node else None
+    if shapes and not _have_layers(recipe.policy, shapes["policy"]):
+        shapes = None  # the check of the model's layout refuses it
     recipe, reason = recomputation.choose(recipe, shapes, earlier)
     config.validate(recipe)
     return recipe, replace(choice, recomputation=reason, open_keys=() if earlier else keys)
+
+
+def _have_layers(policy: PolicyConfig, shape: ModelShape) -> bool:
+    """Return whether all pipeline stages have layers."""
+    return all(stage.layers > 0 for stage in stages(TrainModel(policy, shape), config.uses_megatron(policy)))
 
 
 def _by_recipe(recipe: Recipe) -> BackendChoice | None:

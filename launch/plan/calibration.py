@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from launch.plan.rank_division import parallel_sizes, train_parallelism
 from launch.plan.roofline import CLOCKS, Phase
 from pipeline import config
 from pipeline.algorithms import build
@@ -66,7 +67,8 @@ def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 def find(recipe: Recipe, before: Path | None) -> MeasuredRun | None:
     """Return the run to calibrate by: the one in the folder `before` or, if that is None, in the recipe's run folder.
 
-    Return None if the recipe's run folder has no complete step. Raises RecipeError if `before` has none.
+    Return None if the recipe's run folder has no complete step. Raises RecipeError if `before` has none, and if only one of the
+    two algorithms samples, whose lengths and clocks cannot be compared.
     """
     if before is None:
         return read_run(Path(recipe.run_dir))
@@ -77,7 +79,36 @@ def find(recipe: Recipe, before: Path | None) -> MeasuredRun | None:
             " run that has completed steps"
         )
         raise RecipeError(Problem("plan_from", "no-records", message))
+    if generates(run.recipe) != generates(recipe):
+        kind = "an algorithm that samples" if generates(recipe) else "an offline algorithm"
+        message = f"got {before}, a run of {run.recipe.algorithm}; expected a run of {kind}, such as {recipe.algorithm}"
+        raise RecipeError(Problem("plan_from", "contradiction", message))
     return run
+
+
+def differences(measured: Recipe, planned: Recipe, same_model: bool) -> list[str]:
+    """Return texts of what a measured run has otherwise than a planned one: its algorithm, model, GPU and layout."""
+    gpus = _gpus(measured)
+    differs = {
+        f"algorithm ({measured.algorithm})": measured.algorithm != planned.algorithm,
+        f"model ({measured.policy.model_name})": not same_model,
+        f"GPU ({' and '.join(sorted(gpus))})": gpus != _gpus(planned),
+        "layout": _layout(measured) != _layout(planned),
+    }
+    return [text for text, is_other in differs.items() if is_other]
+
+
+def _gpus(recipe: Recipe) -> set[str]:
+    return {component.gpu for component in config.components(recipe).values()}
+
+
+def _layout(recipe: Recipe) -> tuple[object, ...]:
+    """Return what decides how the ranks of a recipe divide its models."""
+    policy, parts = recipe.policy, config.components(recipe)
+    ranks = {name: (config.ranks(on), config.ranks_per_node(on)) for name, on in parts.items()}
+    sharing = config.colocated(recipe), runs_ahead(recipe), recipe.cluster.share_nodes
+    trained = config.uses_megatron(policy), train_parallelism(policy, recipe.cluster.train)
+    return ranks, sharing, trained, parallel_sizes(policy.generation.vllm_cfg) if generates(recipe) else ""
 
 
 def ratios(measured: MeasuredRun, predicted: Mapping[str, float]) -> dict[str, float]:

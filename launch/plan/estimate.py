@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from launch.preflight.file_systems import saved_bytes
 from launch.recipes import reading
 from launch.recipes.model_files import is_inside, planning_config
 from pipeline import config
-from pipeline.config import Problem, Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
+from pipeline.config import Problem, Recipe, RecipeError, collected, generates, hardware, ranks, section, uses_megatron
 from pipeline.config.schema import PlanConfig
 from pipeline.models.shape import ModelShape
 
@@ -60,6 +61,7 @@ class Plan:
     phases: Sequence[Phase] = ()  # phases of a step, calibrated; empty without GPUs, or without room for a KV cache
     validation: float | None = 0.0  # seconds of a validation, 0 if the recipe has none; None: max_val_samples sets no bound
     ratios: Mapping[str, float] = field(default_factory=dict)  # measured / predicted, by clock that is calibrated
+    differences: Sequence[str] = ()  # what the measured run has otherwise
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -89,24 +91,36 @@ class Plan:
     @property
     def validations(self) -> int | None:
         """Return how many validations the run makes; None if its number of steps is not known."""
-        algorithm = section(self.recipe)
         if not config.validates(self.recipe):
             return 0
-        if self.steps is None:
-            return None
-        periodic = self.steps // algorithm.val_period if algorithm.val_period > 0 else 0
-        at_end = algorithm.val_at_end and not (algorithm.val_period > 0 and self.steps % algorithm.val_period == 0)
-        return periodic + algorithm.val_at_start + at_end
+        return None if self.steps is None else self._validations(self.steps)
+
+    def _validations(self, steps: int) -> int:
+        """Return how many validations the first `steps` steps of a run with validations have."""
+        algorithm = section(self.recipe)
+        period = algorithm.val_period
+        at_end = steps == self.steps and algorithm.val_at_end and not (period > 0 and steps % period == 0)
+        return (steps // period if period > 0 else 0) + algorithm.val_at_start + at_end
 
     @property
     def total(self) -> float | None:
-        """Return the seconds of the run; None if its number of steps is not known.
+        """Return the seconds of the run, as `duration` does; None if its number of steps is not known."""
+        return None if self.steps is None else self.duration(self.steps)
+
+    def duration(self, steps: int) -> float:
+        """Return the seconds of the first `steps` steps, with their validations and the first refit.
 
         They exclude the queue, the start, checkpoints, and validations whose number of samples has no bound.
         """
-        if self.steps is None or self.validations is None:
-            return None
-        return self.steps * self.step + self.validations * (self.validation or 0.0) + self.seconds.get("refit", 0.0)
+        validations = self._validations(steps) if config.validates(self.recipe) else 0
+        return steps * self.step + validations * (self.validation or 0.0) + self.seconds.get("refit", 0.0)
+
+    @property
+    def steps_in_limit(self) -> int:
+        """Return how many steps, with their validations, the time limit of a submission holds."""
+        limit = 60 * self.recipe.cluster.time_min
+        most = int(limit / self.step) if self.steps is None else min(self.steps, int(limit / self.step))
+        return max(0, bisect.bisect_right(range(most + 1), limit, key=self.duration) - 1)
 
     @property
     def gpus(self) -> int:
@@ -135,8 +149,14 @@ class Plan:
 
     @property
     def submissions(self) -> int | None:
-        """Return how many submissions of cluster.time_min each the run needs; None if `total` is None."""
-        return None if self.total is None else max(1, math.ceil(self.total / (60 * self.recipe.cluster.time_min)))
+        """Return how many submissions of cluster.time_min each the run needs.
+
+        None if its number of steps is not known, or if the limit holds no step.
+        """
+        if self.steps is None:
+            return None
+        holds = self.steps_in_limit
+        return 1 if self.steps <= holds else math.ceil(self.steps / holds) if holds else None
 
     @property
     def checkpoint_bytes(self) -> float | None:
@@ -276,8 +296,10 @@ def plan(
         refit=_refit(recipe, shapes, memories["generate"]),
         measured=earlier,
     )
-    if earlier and estimate.is_timed:
-        estimate = replace(estimate, ratios=_ratios(earlier, pending, recipe))
+    if earlier:
+        differences = _differences(earlier.recipe, recipe, shapes, pending)
+        ratios = _ratios(earlier, pending, recipe) if estimate.is_timed else {}
+        estimate = replace(estimate, ratios=ratios, differences=differences)
     return estimate.timed()
 
 
@@ -357,6 +379,16 @@ def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike], planned: Reci
     phases = step_time.phases(recipe, shapes, spread, generate)
     transfer = _refit_phases(recipe, _refit(recipe, shapes, generate))
     return calibration.ratios(measured, seconds_by_clock([*phases, *transfer]))
+
+
+def _differences(
+    measured: Recipe, planned: Recipe, shapes: Mapping[str, ModelShape], pending: Sequence[os.PathLike]
+) -> list[str]:
+    """Return `calibration.differences`. A model of the measured run that is no longer here is judged by its name."""
+    same_model = measured.policy.model_name == planned.policy.model_name
+    with collected([]):
+        same_model = _shapes(model_configs(measured, pending))["policy"] == shapes["policy"]
+    return calibration.differences(measured, planned, same_model)
 
 
 def _cut_key(recipe: Recipe) -> tuple[str, str]:

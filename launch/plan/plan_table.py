@@ -22,6 +22,7 @@ from pipeline.config import ComponentConfig, Recipe, ahead, generates, hardware,
 from pipeline.config.cluster import LATENCY_US
 
 LABEL, WIDTH = 14, 128
+MARGIN, START_MIN = 0.1, 15  # share of a run's time and minutes, by which a proposed time limit exceeds the plan; assumed
 Line = str | tuple[str, str]
 """A line to print as it is, or (label, text to wrap)."""
 COLUMNS = {"nodes": 12, "GPUs": 6, "a step": 10, "GPU-s a step": 14, "train waits": 14, "engines wait": 14}
@@ -175,14 +176,8 @@ def _times(plan: Plan) -> Iterator[Line]:
 
 def _step_range(plan: Plan) -> str:
     """Return a text with the range in which a step's time may lie, judged by published steps on the plan's GPUs."""
-    specs = {
-        spec.name: spec.assumed
-        for component in config.components(plan.recipe).values()
-        if (spec := hardware.gpu(component.gpu))
-    }
-    unknown = [name for name, assumed in specs.items() if math.isnan(assumed.shortest_step + assumed.longest_step)]
-    measure = "A plan calibrated by a run (plan_from=RUN_DIR) is more accurate"
-    if unknown:
+    specs, measure = _gpus(plan), "A plan calibrated by a run (plan_from=RUN_DIR) is more accurate"
+    if unknown := [name for name, assumed in specs.items() if math.isnan(assumed.shortest_step + assumed.longest_step)]:
         return (
             f"no published steps on {' and '.join(unknown)} are known, so a step may take several times as long as planned."
             f" {measure}"
@@ -192,8 +187,25 @@ def _step_range(plan: Plan) -> str:
     low = min(assumed.shortest_step for assumed in specs.values())
     high = max(assumed.longest_step for assumed in specs.values())
     ends = f"{seconds(low * plan.step)} to {seconds(high * plan.step)} a step"
-    quotients = f"Published steps of GRPO on {' and '.join(specs)} took {low:g} to {high:g} times as long as planned"
+    sources = dict.fromkeys(assumed.steps_on or name for name, assumed in specs.items())
+    without = [name for name in specs if name not in sources]
+    quotients = f"Published steps of GRPO on {' and '.join(sources)} took {low:g} to {high:g} times as long as planned"
+    quotients += f"; on {' and '.join(without)} none are known" if without else ""
     return f"{ends}; all other times change by the same factors. {quotients}. {measure}"
+
+
+def _gpus(plan: Plan) -> dict[str, hardware.Assumed]:
+    """Return the name of each kind of GPU of the plan, with its assumed values."""
+    specs = (hardware.gpu(component.gpu) for component in config.components(plan.recipe).values())
+    return {spec.name: spec.assumed for spec in specs}
+
+
+def _slowest(plan: Plan) -> str:
+    """Return a text with the factor of the slowest published step; "" if the plan is calibrated or knows no such step."""
+    high = max(assumed.longest_step for assumed in _gpus(plan).values())
+    if plan.ratios or _measured_lines(plan) or math.isnan(sum(assumed.longest_step for assumed in _gpus(plan).values())):
+        return ""
+    return f". Published steps took up to {high:g} times as long as planned"
 
 
 def _under_way(recipe: Recipe) -> str:
@@ -277,13 +289,21 @@ def _whole(plan: Plan) -> Iterator[str]:
 
 
 def _within_limit(plan: Plan) -> str:
-    limit = 60 * plan.recipe.cluster.time_min
-    if plan.total is not None and plan.submissions == 1:
-        return f"enough; {_hours(limit - plan.total)} are left for what is not counted"
-    holds = f"holds about {plural(int(limit / plan.step), 'step')}"
-    if plan.total is None or not plan.submissions:
-        return holds
-    return f"{holds}; the run takes {plan.submissions} submissions, or one with cluster.time_min={int(plan.total / 60) + 1}"
+    limit, holds, total = 60 * plan.recipe.cluster.time_min, plan.steps_in_limit, plan.total
+    text = (
+        f"holds about {plural(holds, 'step')}{' with their validations' * bool(plan.validation)}" if holds else "holds no step"
+    )
+    if total is not None:
+        minutes = 10 * math.ceil((total * (1 + MARGIN) / 60 + START_MIN) / 10)
+        roomy = f"cluster.time_min={minutes}, with {MARGIN:.0%} and {START_MIN} minutes for what is not counted"
+        if plan.submissions == 1:
+            left = f"{_hours(limit - total)} are left for what is not counted"
+            text = f"enough; {left}" if 60 * minutes <= limit else f"barely enough; {left}. Try {roomy}"
+        elif plan.submissions:
+            text += f"; the run takes {plan.submissions} submissions, or one with {roomy}"
+        else:
+            text += f". Try {roomy}"
+    return text + _slowest(plan)
 
 
 def _hours(duration: float) -> str:
@@ -315,6 +335,11 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
         times = f"by {source}: the seconds of all clocks are multiplied by the run's measured / predicted"
         lengths = f"only lengths, by {source}; the run's times cannot be compared with predicted times"
         yield "calibrated", times if plan.ratios else lengths
+        if plan.differences:
+            yield (
+                "",
+                f"that run has another {', another '.join(plan.differences)}; costs that the plan leaves out may differ too",
+            )
     elif is_priced(recipe):
         yield "calibrated", "no: run_dir has no earlier run. Try plan_from=RUN_DIR"
 

@@ -108,7 +108,8 @@ def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = No
     inherited: dict[Problem, Problem] = {}  # a needed recipe's problem in an inherited key -> the requested recipe's problem
     usable = False
     for loaded in ordered:
-        latest, own_problems, site = _examine(loaded, pending, dry, plan_from, wants_plan)
+        calibrated = plan_from if loaded is ordered[-1] else None  # of the requested recipe, not of those that it needs
+        latest, own_problems, site = _examine(loaded, pending, dry, calibrated, wants_plan)
         usable = latest is not None
         prepared += [latest] if latest else []
         recipe = latest.recipe if latest else loaded.recipe

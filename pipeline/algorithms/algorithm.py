@@ -114,7 +114,7 @@ class PairedAlgorithm(Algorithm):
     """Base of algorithms that learn from pairs of a chosen and a rejected answer. A pair shares a microbatch."""
 
     paired = True
-    reads = ("data.learn_prefilled",)
+    reads = ("data.learn_prefilled", "plan.longest_tokens")
 
     @override
     def problems(self) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ class SFT(Algorithm):
     """Supervised fine-tuning."""
 
     Section = SFTConfig
-    reads = ("data.learn_prefilled",)
+    reads = ("data.learn_prefilled", "plan.longest_tokens")
 
     @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:

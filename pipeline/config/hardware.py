@@ -22,7 +22,7 @@ from pipeline.config.cluster import ComponentConfig
 from pipeline.config.config_tree import ConfigValue
 from pipeline.config.schema import Recipe
 from pipeline.recipe.problems import Problem, RecipeError, collected, refuse
-from pipeline.recipe.values import Bool, Float, Positive
+from pipeline.recipe.values import Bool, Float, Positive, Word
 
 HARDWARE = Path(__file__).parents[2] / "recipes/hardware"
 DEFAULT = "h100"
@@ -49,6 +49,7 @@ class Assumed:
     gloo_gb_per_s: Speed  # GB/s of a rank over gloo within a node, from host memory to host memory
     shortest_step: Speed = math.nan  # published seconds of a step / planned ones: the smallest quotient
     longest_step: Speed = math.nan  # and the largest; NaN: no published steps
+    steps_on: Word | None = None  # the GPU that ran these steps; null: this one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

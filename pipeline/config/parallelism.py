@@ -140,6 +140,8 @@ def check_divides(section: str, sizes: Mapping[str, int], component: ComponentCo
     names = " x ".join(f"{cut} {value}" for cut, value in cuts.items())
     got = f"got {size}; the product {names} is {product}, which" if len(cuts) > 1 else f"got {size}, which"
     divisors = [k for k in range(1, min(left, LARGEST_NAMED) + 1) if left % k == 0] if fits else []
+    if (shared := math.gcd(left, size)) > 1:  # a divisor of `size` divides the model's heads and experts wherever `size` does
+        divisors = [k for k in divisors if shared % k == 0]
     near = [*[k for k in divisors if k < size][-1:], *[k for k in divisors if k > size][:1]]
     expected = "a smaller product" if not fits else f"a divisor of {left}" if left > 1 else "1"
     step = product // math.gcd(product, ranks_per_node(component))

@@ -57,6 +57,7 @@ def contradictions(recipe: Recipe) -> Iterator[Problem]:
         yield from _check_packing(recipe.policy)
         yield from _check_world(recipe)
         yield from check_data(recipe)
+    yield from _check_plan(recipe)
     yield from determinism.problems(recipe, components(recipe))
     yield from _check_storage(recipe.cluster.timeouts)
     yield from check_encryption(recipe.checkpointing, recipe.run_dir)
@@ -80,6 +81,25 @@ def _check_storage(timeouts: TimeoutsConfig) -> Iterator[Problem]:
     if timeouts.storage is not None and timeouts.storage >= timeouts.save:
         message = f"got {timeouts.storage:g} s; expected less than cluster.timeouts.save, {timeouts.save:g} s"
         yield Problem("cluster.timeouts.storage", "too-large", message)
+
+
+def _check_plan(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each mean length of the section `plan` that no sequence of the recipe can have."""
+    total_key, total = "policy.max_total_sequence_length", recipe.policy.max_total_sequence_length
+    inputs = {total_key: total} | ({"data.max_input_seq_length": recipe.data.max_input_seq_length} if trains(recipe) else {})
+    sampled = {total_key: total, "policy.generation.max_new_tokens": recipe.policy.generation.max_new_tokens}
+    answers = inputs if not (trains(recipe) and generates(recipe)) else sampled  # tasks of an evaluation have their own limits
+    prompt, answer = recipe.plan.prompt_tokens, recipe.plan.answer_tokens
+    fitting = True
+    for name, given, limits in (("prompt_tokens", prompt, inputs), ("answer_tokens", answer, answers)):
+        key = min(limits, key=limits.__getitem__)
+        if given is not None and given > limits[key]:
+            fitting = False
+            message = f"got {given:g}; expected at most {limits[key]}, the value of {key}. Try less, or a larger {key}"
+            yield Problem(f"plan.{name}", "too-large", message)
+    if fitting and prompt is not None and answer is not None and prompt + answer > total:
+        message = f"got {answer:g}; expected at most {total - prompt:g}, {total_key} less plan.prompt_tokens"
+        yield Problem("plan.answer_tokens", "too-large", f"{message}. Try less, or a larger {total_key}")
 
 
 def _check_packing(policy: PolicyConfig) -> Iterator[Problem]:

@@ -197,9 +197,9 @@ class PlanConfig:
     They change nothing in the run but what submission chooses by the plan: recomputation and microbatches that are left open.
     """
 
-    prompt_tokens: Float | None = None
+    prompt_tokens: Annotated[Float | None, Field(ge=0)] = None
     """Mean tokens of a prompt. null: estimated as in launch/plan/lengths.py."""
-    answer_tokens: Float | None = None
+    answer_tokens: Annotated[Float | None, Field(gt=0)] = None
     """Mean tokens of an answer. null: estimated as in launch/plan/lengths.py."""
     longest_tokens: Positive | None = None
     """Tokens of the longest sequence in an offline algorithm's data, which bounds memory. null: data.max_input_seq_length,

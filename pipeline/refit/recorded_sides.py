@@ -56,6 +56,8 @@ def record_sides(recipe: Recipe, progress: Progress = lambda text: None) -> Reco
 def _describable(policy: PolicyConfig) -> PolicyConfig:
     """Return the policy without what needs a GPU or weights and changes no layout. Merged weights are held like others."""
     dtensor, megatron, generation = policy.dtensor_cfg, policy.megatron_cfg, policy.generation
+    # vLLM's build for CPUs has no prefix caching for models with states.
+    engine = replace(generation.vllm_cfg, precision="auto", enable_prefix_caching=False)
     return replace(
         policy,
         random_init=True,
@@ -75,7 +77,7 @@ def _describable(policy: PolicyConfig) -> PolicyConfig:
             model_overrides={**megatron.model_overrides, "perform_initialization": False},
             peft=replace(megatron.peft, enabled=False),
         ),
-        generation=replace(generation, vllm_kwargs={}, vllm_cfg=replace(generation.vllm_cfg, precision="auto")),
+        generation=replace(generation, vllm_kwargs={}, vllm_cfg=engine),
     )
 
 

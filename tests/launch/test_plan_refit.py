@@ -63,6 +63,45 @@ def test_a_mixture_of_experts_under_megatron():
     assert row(output, "bytes into a generate rank")[1] == f"{size / 1e3:.3g} kB"
 
 
+SMALL_DEEPSEEK = [  # its three dense layers and the first with experts, on two ranks each
+    "recipe=deepseek_v3_grpo",
+    "policy.hf_config_overrides.num_hidden_layers=4",
+    "policy.megatron_cfg.pipeline_model_parallel_size=1",
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage=null",
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage=null",
+    "policy.megatron_cfg.expert_model_parallel_size=2",
+    *(f"policy.generation.vllm_cfg.{name}_parallel_size=2" for name in ("tensor", "expert")),
+    *(f"cluster.{name}.{key}" for name in ("train", "generate") for key in ("nodes=1", "gpus_per_node=2")),
+]
+
+
+def test_deepseek_is_planned():
+    status, output, errors = plan(*SMALL_DEEPSEEK)
+    assert status == 0 and "1 engine of 2 ranks" in output, errors
+
+
+def test_what_cannot_be_recorded_is_one_error_that_names_the_rank(capsys, monkeypatch):
+    def record_sides(recipe, progress):
+        progress("vLLM, rank 1 of 2")
+        raise KeyError("layers.3.mlp.gate.e_score_correction_bias")
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("pipeline.refit.recorded_sides.record_sides", record_sides)
+    assert plan_refit.main(SMALL_DEEPSEEK) == 2
+    progress, error = capsys.readouterr().err.splitlines()
+    assert progress == "recording vLLM, rank 1 of 2"
+    assert error.startswith(
+        "error: policy.model_name: got unsloth/DeepSeek-V3-bf16, of which vLLM, rank 1 of 2 cannot be recorded"
+    )
+    assert "(KeyError: 'layers.3.mlp.gate.e_score_correction_bias'); expected" in error and error.endswith("[unsupported]")
+
+
+def test_fewer_layers_than_stages_are_refused(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert plan_refit.main(SMALL_DEEPSEEK[:2]) == 2
+    assert "num_layers_in_first_pipeline_stage: got first 3 and last 2" in capsys.readouterr().err
+
+
 BLOCKED = """
 import sys
 sys.modules |= dict.fromkeys(("torch", "transformers", "vllm", "megatron"))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import DeepseekV3Config
 
 from launch.plan.backend_choice import choose
+from launch.recipes.model_files import KNOWN
 from pipeline import config
 from pipeline.boxes import Region
 from pipeline.generate.vllm_layout import record
+from pipeline.generate.vllm_rank import record_rank
+from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import restrict
-from pipeline.refit.recorded_sides import RecordedSides, _rank_of, record_sides
+from pipeline.refit.recorded_sides import RecordedSides, _describable, _rank_of, record_sides
 from pipeline.refit.tables import LayoutTable
 from pipeline.train.shards import local_box
 from pipeline.train.train_backend import ModelRole
@@ -122,3 +127,31 @@ def test_ranks_of_an_engine_receive_what_their_loaders_record_in_memory(keys, fo
         table = sides.generate[1 + rank]
         assert held(table, sides.shapes) == set().union(*(boxes(unit.unit.regions) for unit in units.values()))
         assert set(table.units) == {name for name, unit in units.items() if unit.unit.regions}
+
+
+DESCRIBED = {  # those with a config.json of their own
+    str(path.relative_to(KNOWN).with_suffix("")): text
+    for path in sorted(KNOWN.glob("*/*.json"))
+    if "like" not in (text := json.loads(path.read_text()))
+}
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_vllm_loads_the_tensors_of_each_model_in_recipes(name, tmp_path, monkeypatch):
+    """A description lacks no key on which vLLM's parameters depend. Of each model, some layers of each kind."""
+    described = {key: value for key, value in DESCRIBED[name].items() if key != "quantization_config"}
+    text = described.get("text_config", described)
+    if any(kind.endswith("ForConditionalGeneration") for kind in described["architectures"]):
+        pytest.importorskip("torchvision")  # of the encoders of images
+    if "E" in text.get("hybrid_override_pattern", "") and not torch.cuda.is_available():
+        pytest.skip("vLLM has no experts without gates on CPUs")
+    layers = 8 if "hybrid_override_pattern" in text else 4
+    text["num_hidden_layers"] = layers
+    text |= {key: text[key][:layers] for key in ("hybrid_override_pattern", "layer_types") if key in text}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    if described["model_type"] == "kimi_k2":  # vLLM renames the class of its configuration
+        monkeypatch.setattr(DeepseekV3Config, "model_type", DeepseekV3Config.model_type)
+    policy = _describable(recipe(tmp_path, 1, "policy.precision=bfloat16").policy)
+    shapes, _ = checkpoint_shapes(model_config(policy))
+    units = record_rank(policy, shapes, 0, 1)
+    assert {region.name for unit in units for region in unit.regions} >= shapes.keys() - {"lm_head.weight"}

@@ -1,6 +1,7 @@
 """Plans calibrated by a run folder. The folders are written by the run's own writer of metrics."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,30 @@ def test_a_run_without_measurements_is_refused(tmp_path):
         plan(recipe, choice, before=tmp_path / "nothing")
     first = run(tmp_path / "first", *GPUS, steps=1)
     assert read_run(first).steps == 1 and dataclasses.asdict(read_run(first))["step"] == 55
+
+
+def test_a_run_whose_algorithm_samples_calibrates_no_offline_algorithm(tmp_path):
+    """Nor the reverse: the lengths of the one are of answers, of the other of whole sequences."""
+    folders = {
+        "tiny_grpo": run(tmp_path / "grpo", *GPUS),
+        "tiny_sft": run(tmp_path / "sft", *GPUS[::2], name="tiny_sft", clocks={"train": 2.0}),
+    }
+    for name, before in (("tiny_sft", folders["tiny_grpo"]), ("tiny_grpo", folders["tiny_sft"])):
+        with refused(("plan_from", "contradiction")):
+            plan(*choose(name, tmp_path / "new", *(GPUS if name == "tiny_grpo" else GPUS[::2])), before=before)
+
+
+def test_what_the_run_has_otherwise_is_named(tmp_path):
+    folder = run(tmp_path / "run", *GPUS)
+    assert plan(*choose("tiny_grpo", folder, *GPUS)).differences == []
+    renamed = plan(*choose("tiny_grpo", tmp_path / "new", *GPUS, "grpo.num_prompts_per_step=32"), before=folder)
+    assert renamed.differences == [] and "has another" not in plan_table.text(renamed)
+    (tmp_path / "wide").mkdir()
+    wider = json.loads(Path("recipes/tiny/config.json").read_text()) | {"intermediate_size": 1024}
+    (tmp_path / "wide/config.json").write_text(json.dumps(wider))
+    changed = ("cluster.train.gpu=h200", "cluster.train.nodes=2", f"policy.model_name={tmp_path / 'wide'}")
+    other = plan(*choose("tiny_grpo", tmp_path / "new", *GPUS, *changed), before=folder)
+    model = f"model ({Path('recipes/tiny').absolute()})"
+    assert other.differences == [model, "GPU (h100)", "layout"]
+    told = " ".join(plan_table.text(other).split())
+    assert f"that run has another {model}, another GPU (h100), another layout; costs" in told

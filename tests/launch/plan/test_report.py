@@ -1,5 +1,6 @@
 """The whole plan and its table."""
 
+import re
 import subprocess
 import sys
 
@@ -86,6 +87,40 @@ def test_the_time_of_a_run_is_printed():
     assert found.gpu_hours == pytest.approx(16 * found.total / 3600)
     assert found.total == pytest.approx(500 * found.step + 51 * found.validation + found.seconds["refit"])
     assert found.submissions == -(-found.total // (240 * 60)) and f"takes {found.submissions} submissions" in table(found)
+
+
+def test_the_time_limit_holds_steps_with_their_validations():
+    for keys in ((), ("grpo.val_period=1",), ("grpo.val_at_start=false", "grpo.val_period=0", "cluster.time_min=1000")):
+        found = planned("llama8b_grpo", *keys)
+        holds, limit = found.steps_in_limit, 60 * found.recipe.cluster.time_min
+        assert found.duration(holds) <= limit < found.duration(holds + 1) or holds == 500
+        assert f"holds about {holds} steps" in table(found) or found.submissions == 1
+    assert planned("llama8b_grpo", "grpo.val_period=1").steps_in_limit < 0.8 * planned("llama8b_grpo").steps_in_limit
+    assert planned("llama8b_grpo", "grpo.val_period=1").duration(1) == pytest.approx(
+        planned("llama8b_grpo").step + 2 * planned("llama8b_grpo").validation + planned("llama8b_grpo").seconds["refit"]
+    )
+
+
+def test_a_proposed_time_limit_leaves_a_margin():
+    found = planned("llama8b_grpo")
+    (proposed,) = re.findall(r"one with cluster.time_min=(\d+), with 10% and 15 minutes for what is not counted", table(found))
+    assert 0 <= int(proposed) - (1.1 * found.total / 60 + 15) < 10
+    assert "Published steps took up to 1.87 times as long as planned" in table(found)
+    barely = table(planned("llama8b_grpo", f"cluster.time_min={int(found.total / 60) + 1}"))
+    assert re.search(rf"barely enough; [01] min are left for what is not counted. Try cluster.time_min={proposed}", barely)
+    assert "enough; " in (roomy := table(planned("llama8b_grpo", f"cluster.time_min={proposed}"))) and "barely" not in roomy
+    none = planned("llama8b_grpo", "cluster.time_min=1")
+    assert none.submissions is None and f"holds no step. Try cluster.time_min={proposed}" in table(none)
+
+
+def test_published_steps_are_of_the_gpus_that_ran_them():
+    """None ran on the h200 and the b200, whose files have the ranges of others."""
+    for gpu, source in (("h200", "h100"), ("b200", "gb200")):
+        text = table(planned("llama8b_grpo", f"cluster.train.gpu={gpu}", f"cluster.generate.gpu={gpu}"))
+        assert f"Published steps of GRPO on {source} took" in text and f"; on {gpu} none are known" in text
+        assumed, theirs = hardware.gpu(gpu).assumed, hardware.gpu(source).assumed
+        assert (assumed.shortest_step, assumed.longest_step) == (theirs.shortest_step, theirs.longest_step)
+    assert "none are known" not in table(planned("llama8b_grpo"))
 
 
 def test_a_step_has_the_range_of_published_steps(tmp_path):

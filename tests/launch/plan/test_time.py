@@ -313,4 +313,4 @@ def test_lengths_of_a_recipe(tmp_path):
     said = lengths.assume(config.load(path, ["plan.answer_tokens=5", "policy.generation.max_new_tokens=10"]), 4, 9, "runs/x")
     assert (said.prompt, said.answer, said.limit) == (4, 5, 10)
     assert "plan.answer_tokens" in said.source and "the mean in runs/x" in said.source
-    assert lengths.assume(config.load(path, ["plan.answer_tokens=500"])).answer == 24  # not beyond the limit
+    assert lengths.assume(config.load(path), 8, 500).answer == 24  # a run with another limit
