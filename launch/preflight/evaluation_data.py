@@ -20,7 +20,7 @@ from launch.executors import containers
 from launch.preflight import data_files, data_records, input_files
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_DOCUMENTS, HARNESS_FORMATS, HARNESS_KINDS, TaskConfig
 from pipeline.checkpoints import checkpoint
-from pipeline.config import Problem, Recipe, RecipeError, collected, skipped_tasks, trains
+from pipeline.config import DatasetConfig, Problem, Recipe, RecipeError, collected, skipped_tasks, trains
 from pipeline.config import read as read_recipe
 from pipeline.evaluation import task_data
 from pipeline.evaluation.questions import Format
@@ -82,17 +82,21 @@ def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
     if task.kind in HARNESS_KINDS or task.format in FORMATS:
         form = task_data.load_format(key, task)
     data = task.data
+    examples = data.few_shot_split if task.num_few_shot else None
     if data.data_path is None:
         if data.dataset_name is None and task.kind in HARNESS_KINDS:
             return  # lm-evaluation-harness has the data set's name
         yield from input_files.check_name(f"{key}.data", data.dataset_name)
+        for split in (data.split, examples) if examples else (data.split,):
+            for subset in task_data.subsets(data):
+                dataset = DatasetConfig(dataset_name=data.dataset_name, subset=subset, split=split, kwargs=data.kwargs)
+                yield from data_files.split_problems(f"{key}.data", dataset)
         return
     if data.dataset_name is not None:
         yield Problem(f"{key}.data", "contradiction", "got both dataset_name and data_path; expected one of them")
         return
     files: list[Path] = []
     file_problems: list[Problem] = []
-    examples = data.few_shot_split if task.num_few_shot else None
     for split in dict.fromkeys(split for split in (data.split, examples) if split is not None):
         with collected(file_problems):
             files += task_data.data_files(f"{key}.data", data, split)

@@ -77,6 +77,7 @@ def _check_dataset(
                 yield Problem(f"{key}.{name}", "contradiction", message)
     if dataset.data_path is None:
         yield from check_name(key, dataset.dataset_name)
+        yield from data_files.split_problems(key, dataset)
     elif dataset.dataset_name is not None:
         yield Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them")
     unread: list[Problem] = []
