@@ -133,7 +133,7 @@ def _one(request: EvaluateRequest, evaluation: Evaluation) -> int:
         return 0
     if request.plan or request.dry_run:
         with trusting(Trust.EVERYTHING if request.trust else None):
-            found = evaluation_job.examine(evaluation, dry=True)
+            found = evaluation_job.examine(evaluation, dry=True, wants_plan=request.plan)
         return preview.show_plan(found) if request.plan else preview.dry_run(found)
     other = evaluation_job.read_complete(request.compare) if request.compare else None
     status = evaluation_job.run(evaluation, request.detach)

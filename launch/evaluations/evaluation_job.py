@@ -54,9 +54,9 @@ def is_complete(run_dir: Path) -> bool:
     return scores is not None and not any(task.get("unjudged") for task in scores["tasks"].values())
 
 
-def examine(evaluation: Evaluation, dry: bool) -> Examination:
-    """Return the evaluation's job with all its problems. dry: as in `prepare.examine`."""
-    return prepare.examine_loaded([evaluation.loaded], dry)
+def examine(evaluation: Evaluation, dry: bool, wants_plan: bool = False) -> Examination:
+    """Return the evaluation's job with all its problems. dry, wants_plan: as in `prepare.examine`."""
+    return prepare.examine_loaded([evaluation.loaded], dry, wants_plan=wants_plan)
 
 
 def run(evaluation: Evaluation, detach: bool) -> int:

@@ -7,6 +7,7 @@ generated data or of files up to COUNT_BYTES, the training data must fill a step
 from __future__ import annotations
 
 import errno
+import importlib.util
 import itertools
 import math
 import re
@@ -25,6 +26,7 @@ from pipeline.config import (
     Problem,
     Recipe,
     RecipeError,
+    collected,
     only_evaluates,
     section,
     training_sets,
@@ -32,7 +34,7 @@ from pipeline.config import (
 )
 from pipeline.data import epochs, named
 from pipeline.data.arrow_records import ArrowRecords
-from pipeline.data.datasets import load_records
+from pipeline.data.datasets import load_records, with_key
 from pipeline.data.records import parse_record
 from pipeline.recipe import user_files
 
@@ -144,6 +146,30 @@ def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | 
     if named_dataset:
         records.numbered = [(number, named.record(dataset, row)) for number, row in records.numbered]
     return records
+
+
+def split_problems(key: str, dataset: DatasetConfig) -> Iterator[Problem]:
+    """Yield a problem if a data set's folder, or its copy in the hub's cache, lacks the subset or the split.
+
+    Nothing is checked where `datasets` is not installed. key: as in `first_records`.
+    """
+    name = dataset.dataset_name
+    if name is None or dataset.data_path is not None or name in GENERATED_DATASETS:
+        return
+    named_dataset = NAMED_DATASETS.get(name)
+    repository = named_dataset.repository if named_dataset else name
+    is_folder = named_dataset is None and Path(name).is_dir()
+    folder = Path(name) if is_folder else hub_snapshot("datasets", repository, dataset.kwargs.get("revision"))
+    if folder is None or importlib.util.find_spec("datasets") is None:
+        return
+    from pipeline.data import hub_datasets  # takes half a second of CPU
+
+    split = dataset.split or (named_dataset.split if named_dataset else "train")
+    found: list[Problem] = []
+    for subset in (dataset.subset,) if dataset.subset or not named_dataset else named_dataset.subsets or (None,):
+        with collected(found), with_key(key):
+            hub_datasets.check_split(str(folder), subset, split, dataset.kwargs)
+    yield from found
 
 
 # ---- JSONL -------------------------------------------------------------------------------------------------------------------

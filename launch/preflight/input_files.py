@@ -6,6 +6,7 @@ checks what lies beyond these bounds.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,6 +77,7 @@ def _check_dataset(
                 yield Problem(f"{key}.{name}", "contradiction", message)
     if dataset.data_path is None:
         yield from check_name(key, dataset.dataset_name)
+        yield from data_files.split_problems(key, dataset)
     elif dataset.dataset_name is not None:
         yield Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them")
     unread: list[Problem] = []
@@ -138,12 +140,18 @@ def datasets_cache() -> Path:
     return Path(os.environ.get("HF_DATASETS_CACHE") or hf_home() / "datasets").expanduser()
 
 
+def is_prepared(name: str, subset: str | None = None) -> bool:
+    """Return whether `datasets` has prepared a data set, or a subset of it, in its cache."""
+    # `datasets` writes org___name in lower case; older versions kept the case.
+    short = name.replace("/", "___")
+    folders = [datasets_cache() / folder for folder in (short, short.lower(), _snake(name))]
+    return any(folder.is_dir() and (not subset or any(folder.glob(f"{glob.escape(subset)}*"))) for folder in folders)
+
+
 def _is_cached(name: str) -> bool:
-    # `datasets` writes org___name in lower case; older versions kept the case. A raw copy is in the hub's cache.
-    prepared = {name.replace("/", "___"), name.replace("/", "___").lower(), _snake(name)}
     raw = hub_cache() / f"datasets--{name.replace('/', '--')}"
     files = (path for path in raw.glob("snapshots/*/**/*") if path.is_file() and path.name not in DATASET_CARDS)
-    return any(files) or any((datasets_cache() / folder).is_dir() for folder in prepared)
+    return any(files) or is_prepared(name)
 
 
 def _snake(name: str) -> str:

@@ -230,19 +230,27 @@ class Follower:
 
 
 def first_failure(attempt: AttemptFolder) -> list[str]:
-    """Return lines about an attempt's failure.json: the rank, its traceback or the end of its log, and the folder of logs."""
+    """Return lines about an attempt's failure.json: the rank, its traceback or the end of its log, and the folder of logs.
+
+    The traceback of a RecipeError, whose message is enough, is left out.
+    """
     first = attempt.failure
     assert first is not None, "the caller has seen failure.json"
     lines = [f"rank {first['rank']} ({run_files.where(first)}): {first['message']}"]
     lines += [] if first.get("traceback") else killed_lines(attempt)
     log = attempt.folder / f"rank{first['rank']:05d}.log"
-    if traceback := first.get("traceback"):
+    traceback = first.get("traceback")
+    if traceback and not _says_what_to_change(first):
         lines += [f"  {line}" for line in traceback.splitlines()[-TRACEBACK_LINES:]]
-    elif log.exists() and tail(log):
+    elif not traceback and log.exists() and tail(log):
         lines += log_end(log, RANK_LOG_LINES)
     if other_logs := len(attempt.logs) - 1:
         lines += [f"{other_logs} other rank{'s' if other_logs > 1 else ''} ended with it; logs: {attempt.folder}"]
     return lines
+
+
+def _says_what_to_change(first: run_files.FailureRecord) -> bool:
+    return f"{RecipeError.__name__}: " in first["message"]
 
 
 def failure(run_dir: Path, job: RunJob, status: JobStatus, printed: AbstractSet[tuple[str, str]] = frozenset()) -> list[str]:
@@ -275,6 +283,6 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, printed: AbstractSet[
     if step := max((attempt_folder.progress for attempt_folder in all_attempts(run_dir)), default=0):
         if evaluates(run_dir):
             lines += [f"{step} answers are kept: the same command asks for the others"]
-        elif first is None or f"{RecipeError.__name__}: " not in first["message"]:  # which says what to change
+        elif first is None or not _says_what_to_change(first):
             lines += [f"there is a checkpoint of step {step}: the same command continues from it"]
     return lines

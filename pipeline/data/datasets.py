@@ -6,10 +6,12 @@ supported: streaming data sets.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,17 @@ from pipeline.recipe import user_code, user_files
 from pipeline.recipe.problems import Problem, RecipeError
 
 Record = dict[str, Any]
+
+
+@contextlib.contextmanager
+def with_key(key: str) -> Iterator[None]:
+    """Name a data set in the problems of the block, which loads it. key: the data set's key, such as data.train."""
+    try:
+        yield
+    except RecipeError as error:
+        tails = [problem.key.removeprefix("data") if problem.key.startswith("data.") else "" for problem in error.problems]
+        problems = [replace(problem, key=key + tail) for problem, tail in zip(error.problems, tails, strict=True)]
+        raise RecipeError(*problems) from error
 
 
 def load_records(dataset: DatasetConfig, seed: int, drops: bool = False) -> Sequence[Record]:

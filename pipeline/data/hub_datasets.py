@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,36 @@ def rows(name: str, dataset: DatasetConfig) -> Sequence[Record]:
     folder, split = Path(name), dataset.split or "train"
     if not any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
         return _load(name, dataset.subset, split, dataset.kwargs)
+    check_split(name, dataset.subset, split, dataset.kwargs)
     loaded: Any = datasets.load_from_disk(str(folder))
-    splits: Any = loaded if isinstance(loaded, datasets.DatasetDict) else {split: loaded}
-    if split not in splits:
-        raise RecipeError(
-            Problem("data", "not-a-choice", f"{folder} has no split '{split}'; expected one of: {', '.join(splits)}")
-        )
-    return splits[split]
+    records: Any = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+    return records
+
+
+def check_split(folder: str, subset: str | None, split: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise RecipeError, at data.subset or data.split, if a folder that `rows` can read lacks the subset or the split.
+
+    No records are read. Folders whose layout is not known are accepted. kwargs: the arguments of `load_dataset`.
+    """
+    if (saved := Path(folder) / "dataset_dict.json").is_file():
+        splits: list[str] = json.loads(saved.read_text())["splits"]
+    elif (Path(folder) / "state.json").is_file() or {"data_files", "data_dir"} & kwargs.keys():
+        return
+    else:
+        try:
+            found = datasets.load.dataset_module_factory(folder).builder_configs_parameters
+        except Exception:  # of a folder that load_dataset refuses, which says why
+            return
+        layout = {config.name: [*map(str, config.data_files or ())] for config in found.builder_configs or ()}
+        default = found.default_config_name or (next(iter(layout)) if len(layout) == 1 else None)
+        if layout and (subset or default) not in layout:
+            message = f"got {subset}; expected a subset of {folder}: {', '.join(layout)}"
+            raise RecipeError(Problem("data.subset", "not-a-choice", message))
+        splits = layout.get(subset or default or "", [])
+    asked = {part.partition("[")[0].strip() for part in split.split("+")}  # such as train[:10%]+test
+    if splits and not asked <= {*splits, "all"}:
+        message = f"got {split}; expected a split of {folder}: {', '.join(splits)}"
+        raise RecipeError(Problem("data.split", "not-a-choice", message))
 
 
 def data_files(name: str, dataset: DatasetConfig) -> Sequence[str]:
@@ -63,6 +87,8 @@ def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> 
     if source != name:
         kwargs = {key: value for key, value in kwargs.items() if key != "revision"}
     options = {"name": subset, **kwargs} if subset else kwargs
+    if Path(source).is_dir():
+        check_split(source, subset, split, kwargs)
     try:
         return datasets.load_dataset(source, split=split, **options)
     except (ConnectionError, FileNotFoundError) as error:

@@ -35,7 +35,7 @@ from pipeline.config import (
 )
 from pipeline.data.chat import Encoder
 from pipeline.data.columns import judged_by_answer, recognize_columns
-from pipeline.data.datasets import load_records, load_split, readable
+from pipeline.data.datasets import load_split, readable, with_key
 from pipeline.data.named import columns
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import ExampleStream, Item, PairStream, PromptStream, Stream
@@ -146,7 +146,11 @@ def build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Streams
     """
     config, data = section(recipe), recipe.data
     drops = data.bad_records == "drop"
-    parts = {name: load_split(dataset, config.seed, drops) for name, dataset in training_sets(data).items()}
+    loaded = []
+    for key, dataset in keyed_sets(data).items():
+        with with_key(key):
+            loaded.append(load_split(dataset, config.seed, drops))
+    parts = dict(zip(training_sets(data), loaded, strict=False))  # which come first
     held_out = [split for _, split in parts.values() if len(split)]
     streams, weights = {}, {}
     for name, dataset in training_sets(data).items():
@@ -156,7 +160,8 @@ def build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Streams
         weights[name] = float(len(records)) if dataset.weight is None else dataset.weight
     train = Mixture(streams, weights, config.seed) if len(streams) > 1 else next(iter(streams.values()))
     validated = [(name, dataset, split) for (name, dataset), split in zip(held_out_sets(data).items(), held_out, strict=True)]
-    validated += [(name, dataset, load_records(dataset, config.seed, drops)) for name, dataset in validation_sets(data).items()]
+    validations = zip(validation_sets(data).items(), loaded[len(parts) :], strict=True)
+    validated += [(name, dataset, records) for (name, dataset), (records, _) in validations]
     validation: list[Any] = []
     for name, dataset, records in validated:
         label = name if len(validated) > 1 else ""

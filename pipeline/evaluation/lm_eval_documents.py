@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from datasets import Dataset
 from lm_eval.api.samplers import FirstNSampler  # pyright: ignore[reportMissingImports] as above
 from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports] as above
 from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports] as above
+from lm_eval.tasks._index import Entry, TaskIndex  # pyright: ignore[reportMissingImports] as above
 from lm_eval.tasks._yaml_loader import load_yaml  # pyright: ignore[reportMissingImports] as above
 from typing_extensions import override
 
@@ -120,7 +121,20 @@ class Documents:
         self.questions[task, document] = question
 
 
-def manager(formats: Sequence[str], include_path: str | None) -> TaskManager:
+class HarnessManager(TaskManager):
+    """The harness's index of tasks, whose `load` raises RecipeError for a task that cannot be built."""
+
+    @override
+    def load(self, task_list: Any) -> Any:
+        try:
+            return super().load(task_list)
+        except Exception as error:  # of missing data, or of the task's own code
+            names = ", ".join(str(getattr(task, "task_name", task)) for task in task_list)
+            message = f"got {names}; lm-evaluation-harness cannot load them: {type(error).__name__}: {error}"
+            raise RecipeError(Problem("evaluate.lm_eval.tasks", "unavailable-dataset", message)) from error
+
+
+def manager(formats: Sequence[str], include_path: str | None) -> HarnessManager:
     """Return the harness's index of tasks, with those of the folder include_path.
 
     formats: the tasks that are looked up, if all are known; else []. To index all of the harness's 14,000 files takes seconds,
@@ -128,11 +142,16 @@ def manager(formats: Sequence[str], include_path: str | None) -> TaskManager:
     """
     names = [HARNESS_FORMATS.get(name, name) for name in formats]
     folders = [str(path) for path in TASKS.iterdir() if path.is_dir() and any(name.startswith(path.name) for name in names)]
-    few = TaskManager(include_path=[*folders, *([include_path] if include_path else [])], include_defaults=False)
+    few = HarnessManager(include_path=[*folders, *([include_path] if include_path else [])], include_defaults=False)
     entries = [few.task_index.get(name) for name in names if name != HARNESS_DOCUMENTS]
     if names and all(entry is not None and entry.kind.name != "TAG" for entry in entries):
         return few
-    return TaskManager(include_path=include_path)
+    return HarnessManager(include_path=include_path)
+
+
+def index(folders: Iterable[Path]) -> Mapping[str, Entry]:
+    """Return the index of the tasks below folders. Nothing of the tasks' code is imported."""
+    return TaskIndex.build(folders)
 
 
 def build(name: str, config: TaskConfig, manager: TaskManager) -> Documents:
@@ -320,26 +339,37 @@ def _configs(key: str, config: TaskConfig, manager: TaskManager) -> dict[str, di
         return {name: {**DOCUMENTS, "doc_to_target": operator.itemgetter(config.format_kwargs.get("text_key", "text"))}}
     if name not in manager.task_index:
         raise RecipeError(Problem(f"{key}.format", "not-a-choice", f"lm_eval has no task {name}"))
-    configs = members(name, manager)
+    configs = {task: _configuration(entry) for task, entry in leaves([name], manager.task_index).items()}
     if fixed := [task for task, of in configs.items() if "class" in of]:
         message = f"got {', '.join(fixed)}, which is Python code; expected tasks in YAML. Try evaluate.lm_eval.tasks"
         raise RecipeError(Problem(f"{key}.format", "unsupported", message))
     return configs
 
 
-def members(name: str, manager: TaskManager) -> dict[str, dict[str, Any]]:
-    """Return the harness's configuration of a task, or of the tasks of a group or a tag at any depth."""
-    return dict(_leaves(name, manager))
+def _configuration(entry: Entry) -> dict[str, Any]:
+    """Return the configuration of a task, with the functions that it names."""
+    of = load_yaml(entry.yaml_path, resolve_func=True) if entry.yaml_path is not None else {}
+    return {option: value for option, value in of.items() if option not in ("tag", "group")}
 
 
-def _leaves(name: str, manager: TaskManager) -> Iterator[tuple[str, dict[str, Any]]]:
-    entry = manager.task_index[name]
-    of = dict(load_yaml(entry.yaml_path, resolve_func=True)) if entry.yaml_path is not None else {}
-    members = sorted(entry.tags) if entry.kind.name == "TAG" else of["task"] if entry.kind.name == "GROUP" else []
+def leaves(members: Iterable[str | Mapping[str, Any]], index: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return the tasks that `members` name, with those of groups and tags at any depth. Raises KeyError for an unknown name.
+
+    members: names, or mappings such as groups list them: a name with other settings, or a whole group.
+    """
+    tasks: dict[str, Entry] = {}
     for member in members:
-        yield from _leaves(member if isinstance(member, str) else member["task"], manager)
-    if not members:
-        yield name, {option: value for option, value in of.items() if option not in ("tag", "group")}
+        name = member if isinstance(member, str) else member.get("group", member.get("task"))
+        entry = index.get(name)
+        if entry is None and not isinstance(member, str) and "group" in member:
+            tasks |= leaves(member["task"], index)
+        elif entry is None:
+            raise KeyError(name)
+        elif entry.kind.name in ("TAG", "GROUP"):
+            tasks |= leaves(entry.cfg["task"] if entry.cfg else sorted(entry.tags), index)
+        else:
+            tasks[name] = entry
+    return tasks
 
 
 def _adapted(of: dict[str, Any], config: TaskConfig) -> dict[str, Any]:

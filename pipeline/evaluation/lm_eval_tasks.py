@@ -117,7 +117,7 @@ class HarnessRun:
         if unknown := [name for name in self._config.tasks if not self._manager.match_tasks([name])]:
             raise RecipeError(Problem(f"{KEY}.tasks", "not-a-choice", f"lm_eval has no task {', '.join(unknown)}"))
         self._names = sorted(names)
-        leaves = {leaf for name in names for leaf in lm_eval_documents.members(name, self._manager)}
+        leaves = lm_eval_documents.leaves(names, self._manager.task_index).keys()
         if twice := (names | leaves) & recipe.evaluate.tasks.keys():
             message = f"got {', '.join(sorted(twice))}, which evaluate.tasks has too; expected each name once"
             raise RecipeError(Problem(f"{KEY}.tasks", "contradiction", message))

@@ -23,7 +23,7 @@ import numpy as np
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS, TaskConfig, TaskDataConfig
 from pipeline.config import DatasetConfig
 from pipeline.config.schema_validation import validate_mapping
-from pipeline.data.datasets import load_records, record_location
+from pipeline.data.datasets import load_records, record_location, with_key
 from pipeline.data.records import value_of
 from pipeline.evaluation.questions import Format, Question, Record
 from pipeline.recipe import user_code
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 HARNESS_FORMAT = "pipeline.evaluation.formats.user_records.HarnessRecords"
 ID_DIGITS = 8  # of the hash of a record's content
-SHOWN = 20  # dropped questions that the log names
+SHOWN = 20  # dropped questions that the log names, and files that a message does
 
 
 @dataclass
@@ -138,14 +138,22 @@ def data_files(key: str, data: TaskDataConfig, split: str) -> list[Path]:
         files = [path]
     missing = [file for file in files if not file.is_file()]
     if missing:
-        raise RecipeError(*(Problem(f"{key}.data_path", "file-not-found", f"there is no file {file}") for file in missing))
+        others = sorted(str(file.relative_to(path)) for file in itertools.islice(path.rglob("*.jsonl"), SHOWN))
+        hint = "Try a path from the recipe's file, or on the command line from the working directory"
+        hint = f"Try {key}.split or {key}.subset: the folder has {', '.join(others)}" if others else hint
+        messages = [f"there is no file {file}. {hint}" for file in missing]
+        raise RecipeError(*(Problem(f"{key}.data_path", "file-not-found", message) for message in messages))
     return files
 
 
 def to_question(form: Format, record: Record, index: int) -> Question:
     """Return the question of a record. index: the record's index. Raises ValueError if the record does not have the format."""
     for column in form.required:
-        value_of(record, column)
+        try:
+            value_of(record, column)
+        except ValueError as error:
+            keys = [name for name, value in vars(form.arguments).items() if name.endswith("_key") and value == column]
+            raise ValueError(f"{error}{f'. Try format_kwargs.{keys[0]}=COLUMN' if keys else ''}") from None
     try:
         return form.question(record, index)
     except (AttributeError, LookupError, TypeError) as error:  # such as a number in place of a text
@@ -192,9 +200,10 @@ def _usable(key: str, form: Format, records: Sequence[Record], dropped: DroppedQ
 def _with_key(key: str) -> Iterator[None]:
     """Turn errors of the block, which reads data, into RecipeErrors at the recipe's `key`."""
     try:
-        yield
-    except RecipeError as error:
-        raise RecipeError(*(replace(problem, key=key) for problem in error.problems)) from error
+        with with_key(key):
+            yield
+    except RecipeError:
+        raise
     except OSError as error:
         raise RecipeError(Problem(key, "unreadable", str(error))) from error
     except ValueError as error:

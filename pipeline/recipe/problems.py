@@ -39,6 +39,7 @@ class HetstepError(Exception):
     """The base of the errors that name problems; `problems` has all that were found."""
 
     def __init__(self, *problems: Problem) -> None:
+        assert problems, "an error names at least one problem"
         self.problems = problems
         super().__init__("\n".join(map(str, self.problems)))
 

@@ -50,7 +50,7 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path: Path):
     assert load_records(DatasetConfig(dataset_name=str(tmp_path / "one")), seed=0)[1] == {"input": "c", "output": "d"}
     splits = load_records(DatasetConfig(dataset_name=str(tmp_path / "splits"), split="test"), seed=0)
     assert list(splits) == [{"input": "c", "output": "d"}]
-    with refused(("data", "not-a-choice")):
+    with refused(("data.split", "not-a-choice")):
         load_records(DatasetConfig(dataset_name=str(tmp_path / "splits"), split="validation"), seed=0)
 
 

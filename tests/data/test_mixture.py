@@ -150,6 +150,15 @@ def test_one_to_train_and_one_to_validate_on_have_no_names(tmp_path):
     assert {prompt.dataset for prompt in [*stream.take(5), *validation]} == {""} and isinstance(stream, PromptStream)
 
 
+def test_a_split_that_does_not_exist_is_named_with_its_key(tmp_path):
+    (folder := tmp_path / "rows").mkdir()
+    (folder / "train.jsonl").write_text('{"input": "1+1=", "output": "2"}\n')
+    for key in ("data.datasets.long", "data.validations.four"):
+        options = (f"{key}.dataset_name={folder}", f"{key}.split=tset", f"{key}.kwargs={{_override_: true}}")
+        with refused((f"{key}.split", "not-a-choice")):
+            build_streams(several(tmp_path, *options), TOKENIZER)
+
+
 def test_prompts_leave_space_for_an_answer():
     """By default a prompt may have the maximum total length, but the engine must have one token to sample."""
     one_digit = ["data.train.kwargs={size: 20, digits: 1}", "data.validation.kwargs={size: 4, digits: 1}"]

@@ -178,7 +178,10 @@ def test_a_repository_is_read_by_its_name_and_columns():
     """Check the same files without the data set's name: a subset, a split, and the recipe's own choice of columns."""
     dataset = DatasetConfig(dataset_name="openai/gsm8k", subset="main", split="test", input_key="question", output_key="answer")
     assert load_records(dataset, seed=0)[0]["question"] == "how many then?"
-    for options, message in (({"split": "tst"}, "'openai/gsm8k': .*tst"), ({"subset": "min"}, "'openai/gsm8k': .*min")):
+    for options, message in (
+        ({"split": "tst"}, "data.split: got tst; .*test"),
+        ({"subset": "min"}, "data.subset: got min; .*main"),
+    ):
         with pytest.raises(ValueError, match=message):
             load_records(DatasetConfig(dataset_name="openai/gsm8k", **{"subset": "main", **options}), seed=0)
 

@@ -158,7 +158,7 @@ def test_wrong_records_are_named_by_line(tmp_path: Path):
     rows(tmp_path, test=[*numbered(1), {"prompt": "x"}])
     with refused((KEY, "bad-record")) as error:
         task_data.read("quiz", task({"data_path": tmp_path}))
-    assert "test.jsonl:2: has no 'answer'; it has: prompt" in str(error.value)
+    assert "test.jsonl:2: has no 'answer'; it has: prompt. Try format_kwargs.answer_key=COLUMN" in str(error.value)
     (tmp_path / "test.jsonl").write_text("{'prompt'}\n")
     with refused((KEY, "bad-record")):
         task_data.read("quiz", task({"data_path": tmp_path}))
@@ -200,6 +200,19 @@ def test_a_file_has_one_split(tmp_path: Path):
     assert len(task_data.read("quiz", task(given)).questions) == 3
 
 
+def test_a_missing_split_or_file_is_named_with_what_to_try(tmp_path: Path):
+    rows(tmp_path / "a", train=numbered(1))
+    with refused((f"{KEY}.data_path", "file-not-found")) as error:
+        task_data.read("quiz", task({"data_path": tmp_path, "subset": "a"}))
+    assert f"Try {KEY}.split or {KEY}.subset: the folder has a/train.jsonl" in str(error.value)
+    with refused((f"{KEY}.data_path", "file-not-found")) as error:
+        task_data.read("quiz", task({"data_path": tmp_path / "none.jsonl"}))
+    assert "none.jsonl. Try a path from the recipe's file" in str(error.value)
+    with refused((f"{KEY}.split", "not-a-choice")) as error:
+        task_data.read("quiz", task({"dataset_name": tmp_path / "a", "split": "tset"}))
+    assert "got tset; expected a split of" in str(error.value)
+
+
 def test_wrong_formats():
     with refused(("evaluate.tasks.quiz.format", "not-importable")):
         task_data.read("quiz", TaskConfig(format="nowhere.Format"))
@@ -237,6 +250,14 @@ def test_a_format_of_ones_own_is_imported_before_submission(tmp_path: Path):
 def test_good_data_pass_the_checks_before_submission(tmp_path: Path):
     assert checked("math", tmp_path, *write(tmp_path, ("gsm8k", "minerva_math", "math500", "aime24", "aime25"))) == []
     assert checked("science", tmp_path, *write(tmp_path, ("gpqa_diamond", "mmlu", "mmlu_pro", "arc_challenge"))) == []
+
+
+def test_a_split_that_a_folder_lacks_is_refused_before_submission(tmp_path: Path):
+    folder = rows(tmp_path / "rows", test=numbered(2), train=numbered(2))
+    key = "evaluate.tasks.addition.data"
+    data = f"{{_override_: true, dataset_name: {folder}, split: tset}}"
+    (problem,) = checked("tiny", tmp_path, f"{key}={data}")
+    assert (problem.key, problem.code) == (f"{key}.split", "not-a-choice") and "train, test" in str(problem)
 
 
 def test_faults_found_before_submission(tmp_path: Path):

@@ -30,7 +30,7 @@ def only_these_tasks(monkeypatch):
 
     quick = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", quick)
-    monkeypatch.setattr(lm_eval_documents, "TaskManager", lambda include_path, **_: quick(include_path=include_path))
+    monkeypatch.setattr(lm_eval_documents, "HarnessManager", lambda include_path, **_: quick(include_path=include_path))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 from transformers import AutoTokenizer
@@ -299,20 +298,29 @@ def test_texts_that_are_too_long_are_counted_or_refused(folder: Path, tmp_path: 
     assert "expected 1 to 119" in str(error.value)
 
 
-def test_a_task_of_ones_own(folder: Path, tmp_path: Path):
-    riddles = {
-        "task": "riddles",
-        "output_type": "multiple_choice",
-        "test_split": "test",
-        "doc_to_text": "{{riddle}}",
-        "doc_to_choice": "{{answers}}",
-        "doc_to_target": "{{right}}",
-    }
-    (tmp_path / "riddles.yaml").write_text(yaml.safe_dump(riddles))
+def test_the_pages_task_is_asked_with_its_own_data_and_with_a_suites(folder: Path, tmp_path: Path):
+    page = Path(lm_eval_documents.__file__).with_name("LIKELIHOOD.md").read_text()
     record = {"riddle": "What runs?", "answers": ["river", "stone"], "right": 0, "subject": "x"}
-    config = task_config("riddles", write_jsonl(tmp_path / "r.jsonl", [record]))
+    path = write_jsonl(tmp_path / "r.jsonl", [record])
+    text = page.partition("```yaml\n")[2].partition("```")[0].replace("/data/riddles.jsonl", str(path))
+    (tmp_path / "riddles.yaml").write_text(text)
+    config = task_config("riddles", path)
     (answer,) = ask(folder, tmp_path / "run", config, include=tmp_path).answers["it"]
     assert (answer.prompt, answer.details["choices"], answer.group) == ("What runs?", [" river", " stone"], "x")
+    settings = recipe(folder, "transformers", 256)
+    settings.evaluate.tasks = {}
+    settings.evaluate.lm_eval = LmEvalConfig(["riddles"], include_path=str(tmp_path))
+    run = HarnessRun(settings, AutoTokenizer.from_pretrained(folder))
+    run.ask(ModuloEngines(), AnswerLog(tmp_path / "own", run.name))  # pyright: ignore[reportArgumentType]
+    (answer,) = run.answers["riddles"]
+    assert answer.details["choices"] == [" river", " stone"]
+
+
+def test_a_task_that_cannot_be_built_is_named(tmp_path: Path):
+    (tmp_path / "far.yaml").write_text(f"task: far\ndataset_path: {tmp_path}/nothing\ntest_split: test\n")
+    with refused(("evaluate.lm_eval.tasks", "unavailable-dataset")) as error:
+        lm_eval_documents.manager(["far"], str(tmp_path)).load(["far"])
+    assert "got far; lm-evaluation-harness cannot load them: FileNotFoundError: " in str(error.value)
 
 
 def answer(question: str, metric: str, *nats: float) -> Answer:

@@ -409,6 +409,18 @@ def test_the_plan_counts_questions_tokens_and_hours():
     assert "2 engines" in text and "on 2 GPUs" in text and "fits" in text
 
 
+def test_a_plan_without_gpus_is_made_if_it_is_asked_for(run, capsys):
+    for source in (f"run={run}", f"model={MODEL}"):
+        assert evaluate.main([source, "suite=tiny", "plan=true"]) == 0
+        out, err = capsys.readouterr()
+        assert "tiny: plan for evaluate" in out and err == ""
+
+
+def test_an_error_without_problems_cannot_be_made():
+    with pytest.raises(AssertionError):
+        RecipeError()
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_plan_measures_prompts_of_files(tmp_path, reads):
     (tmp_path / "test.jsonl").write_text(json.dumps({"prompt": "q" * 40, "answer": "1"}) + "\n")

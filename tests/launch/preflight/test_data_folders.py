@@ -124,3 +124,27 @@ def test_a_damaged_or_empty_file_is_refused(tmp_path):
     assert named(input_files.problems(recipe_of(folder))) == {("data.train.dataset_name", "unreadable")}
     pyarrow.parquet.write_table(pyarrow.table({"input": pyarrow.array([], pyarrow.string())}), folder / "a.parquet")
     assert named(input_files.problems(recipe_of(folder))) == {("data.train.dataset_name", "no-records")}
+
+
+def test_a_split_or_a_subset_that_a_folder_lacks_is_refused(tmp_path):
+    for name in ("train", "test"):
+        folder = jsonl(tmp_path / f"rows/{name}.jsonl", {"input": "1+1=", "output": "2"})
+    card = "configs:\n- {config_name: one, data_files: [{split: first, path: x.jsonl}]}\n"
+    card += "- {config_name: two, data_files: x.jsonl}"
+    carded = jsonl(tmp_path / "carded/x.jsonl", {"input": "1+1=", "output": "2"})
+    (carded / "README.md").write_text(f"---\n{card}\n---\n")
+    saved = tmp_path / "saved"
+    datasets.DatasetDict({"a": datasets.Dataset.from_list([{"input": "1"}])}).save_to_disk(saved)
+    for where, options, problem in (
+        (folder, {"split": "tran"}, f"data.train.split: got tran; expected a split of {folder}: train, test"),
+        (folder, {"subset": "main"}, f"data.train.subset: got main; expected a subset of {folder}: default"),
+        (folder, {"split": "train[:50%]+test"}, None),
+        (carded, {}, f"data.train.subset: got None; expected a subset of {carded}: one, two"),
+        (carded, {"subset": "one"}, f"data.train.split: got train; expected a split of {carded}: first"),
+        (carded, {"subset": "two"}, None),
+        (saved, {"split": "b"}, f"data.train.split: got b; expected a split of {saved}: a"),
+        (saved, {"split": "a"}, None),
+    ):
+        recipe = recipe_of(where, "grpo", *(f"data.train.{key}={value}" for key, value in options.items()))
+        found = [str(found) for found in input_files.problems(recipe) if found.code == "not-a-choice"]
+        assert found == ([problem] if problem else [])

@@ -176,6 +176,14 @@ def test_a_rank_that_did_not_raise_is_shown_with_the_end_of_its_log(tmp_path):
     ]
 
 
+def test_an_error_that_says_what_to_change_is_shown_without_its_traceback(tmp_path):
+    write_logs(tmp_path, "", "long\n")
+    fail(tmp_path, "17-0", {**RAISED, "message": "rank 1 (train): RecipeError: data.train.split: got tran"})
+    shown = failure(tmp_path, Job(FAILED), FAILED)
+    assert "rank 1 (realm train, host n1, verb step): rank 1 (train): RecipeError: data.train.split: got tran" in shown
+    assert not any("Traceback" in line or "long" in line for line in shown)
+
+
 def test_without_a_traceback_the_batch_log_is_shown(tmp_path):
     folder = write_logs(tmp_path, "all well\n", "all well\n")
     (tmp_path / "submitit").mkdir()
