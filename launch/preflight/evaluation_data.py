@@ -110,7 +110,9 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
 
     key: the key of the task's data. drops: whether bad records are dropped.
     """
-    records = data_files.of_lines(data_files.FirstRecords(f"{key}.data_path", path), drops=drops)
+    records, unread = data_files.FirstRecords(f"{key}.data_path", path), []
+    with collected(unread):
+        data_files.of_lines(records, drops=drops)
     count, bad = len(records.numbered) + sum(map(len, records.bad.values())), records.bad
     for number, record in records.numbered:
         try:
@@ -119,6 +121,7 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
         except ValueError as error:
             bad.setdefault(str(error), []).append(number)
     yield from data_records.bad_record_problems(records, data_records.droppable(f"{key}.bad_records", drops, bad, count))
+    yield from unread
 
 
 # ---- lm-evaluation-harness -------------------------------------------------------------------------------------------------
