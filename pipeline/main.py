@@ -27,7 +27,6 @@ from pipeline.data import epochs
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import Mixture, build_streams
 from pipeline.data.stream import Stream
-from pipeline.evaluation.evaluation_loop import evaluate
 from pipeline.files import small_files
 from pipeline.files.storage import RetryPolicy, retrying, wait_for
 from pipeline.job.attempt import Attempt
@@ -267,6 +266,8 @@ def _unlock(recipe: Recipe, run_dir: Path, attempt: Attempt, retry: RetryPolicy,
 
 
 def _evaluate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, role: GenerateRole, startup: Startup) -> None:
+    from pipeline.evaluation.evaluation_loop import evaluate  # imports much that a training does not need
+
     storage_s = storage_timeout_s(recipe.cluster.timeouts)
     attempt = Attempt(world.info.folder, storage_s)
     retry = RetryPolicy(storage_s, attempt.check)

@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import setuptools
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -56,6 +57,7 @@ def others(needs: tuple[str, ...]) -> set[str]:
     owners, tops = metadata.packages_distributions(), {name.partition(".")[0] for name in needs}
     whole = with_requirements({name for name in INSTALLED_WHOLE if name in tops})
     ours = {"pipeline", "launch", "recipes", "hetstep", "tests"}
+    ours |= {path.name for path in (Path(setuptools.__file__).parent / "_vendor").iterdir()}  # setuptools brings these itself
     return {module for module, by in owners.items() if not whole & {canonicalize_name(name) for name in by}} - tops - ours
 
 

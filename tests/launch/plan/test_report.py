@@ -1,8 +1,6 @@
 """The whole plan and its table."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -14,27 +12,9 @@ from pipeline.config import hardware
 from pipeline.config.hardware import HARDWARE
 from tests.launch.plan.plans import planned, table
 from tests.problems import named, refused
-from tests.test_imports import ROOT
-
-DEEPSEEK = """
-import sys
-for name in ("torch", "transformers", "vllm", "megatron", "tokenizers"):
-    sys.modules[name] = None  # an import raises
-from tests.launch.plan.plans import planned, table
-found = planned("deepseek_v3_grpo")
-assert found.refit is not None and found.phases
-print(table(found))
-"""
 
 FULL = "policy.dtensor_cfg.recompute_granularity=full"
 LAYERS = ("policy.dtensor_cfg.activation_checkpointing=true", FULL, "policy.sequence_packing.train_mb_tokens=8192")
-
-
-@pytest.mark.full  # by default: test_submit.py, of another recipe
-def test_deepseek_v3_without_torch():
-    done = subprocess.run([sys.executable, "-c", DEEPSEEK], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "671,026,404,352 parameters" in done.stdout and "fits, by these estimates" in done.stdout
 
 
 TABLES = {  # (recipe, overrides): (what its table has, what it has not)
