@@ -135,7 +135,7 @@ def _answers() -> dict[str, list[list[Any]]]:
     metrics = {f"metric_{i}": 0.1 * i for i in range(20)}
     answers: dict[str, list[list[Any]]] = {
         "step": [[{"policy": [metrics]}, False]],
-        "rollout": [[[{"place": 0, "group": group}], True], [[{"place": 1, "group": group}], False]],
+        "rollout": [[[{"group_index": 0, "group": group}], True], [[{"group_index": 1, "group": group}], False]],
     }
     return {name: [[encode(body).hex(), more] for body, more in parts] for name, parts in answers.items()}
 
