@@ -207,7 +207,11 @@ open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
 os.kill(os.getppid(), {int(number)})
 time.sleep(60)
 """
-    ran = sandbox.run([sandbox.python, "-c", program])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    try:
+        ran = sandbox.run([sandbox.python, "-c", program])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (ran.status, ran.ended_by) == (-number, f"signal {int(number)}")
     until(lambda: not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text()}") or None)
 

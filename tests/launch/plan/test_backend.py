@@ -195,6 +195,7 @@ def test_a_resumed_run_keeps_its_backend(load, tmp_path):
     recipe, choice = backend_choice.choose(recipe, before=run_setup.earlier(recipe))
     assert (choice.backend, choice.reason) == ("megatron", "the run began with it")
     run_setup.check(recipe)
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "time": 1}\n')
     other, _ = backend_choice.choose(load(model("llama"), f"{KEY}.enabled=false"), before=run_setup.earlier(recipe))
     with pytest.raises(RecipeError, match=r"enabled is (True|False) in the run"):
         run_setup.check(other)
