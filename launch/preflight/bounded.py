@@ -10,6 +10,7 @@ file lock; what a library prints before it aborts, out of memory, is lost.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -18,7 +19,7 @@ import resource
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeline.recipe.problems import Problem, RecipeError
 
@@ -39,10 +40,9 @@ def call(function: Callable[[], Any]) -> Any:
 
     Raises Unbounded, and the function's RecipeError.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(function, sender))
-    process.start()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    if (child := os.fork()) == 0:  # multiprocessing starts no process in a worker of its pools
+        _child(function, sender)
     sender.close()
     try:
         outcome = json.loads(receiver.recv_bytes(REPLY_BYTES)) if receiver.poll(WAIT_S) else {}
@@ -50,8 +50,9 @@ def call(function: Callable[[], Any]) -> Any:
         outcome = {}
     finally:
         receiver.close()
-        process.kill()
-        process.join()
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # where this process ignores SIGCHLD
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
     if "problems" in outcome:
         raise RecipeError(*(Problem(*problem) for problem in outcome["problems"]))
     if "raised" in outcome:
@@ -63,7 +64,7 @@ def call(function: Callable[[], Any]) -> Any:
     return outcome["value"]
 
 
-def _child(function: Callable[[], Any], sender: Connection) -> None:
+def _child(function: Callable[[], Any], sender: Connection) -> NoReturn:
     """Call the function in the fork, send its result as JSON, and exit even after an error."""
     gc.disable()  # a finalizer may wait for a thread, which the fork does not have
     try:

@@ -1,6 +1,7 @@
 """A function in a fork: its value, what it raises, and its bounds."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +15,15 @@ from launch.preflight import bounded
 
 def test_the_value_comes_back():
     assert bounded.call(lambda: [1, {"a": None}]) == [1, {"a": None}]
+
+
+def test_a_worker_of_a_pool_may_call():
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(_call) == 3
+
+
+def _call() -> int:
+    return bounded.call(lambda: 3)
 
 
 @pytest.mark.parametrize(
