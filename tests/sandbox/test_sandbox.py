@@ -61,7 +61,8 @@ def test_many_threads_at_once(sandbox: Sandbox):
 
 
 def test_an_interactive_program(sandbox: Sandbox):
-    program = sandbox.start([sandbox.python, "-u", "-c", "while True: print(input()[::-1])"])
+    source = "import time\ntry:\n    while True: print(input()[::-1])\nexcept EOFError: time.sleep(60)"  # as `close` does
+    program = sandbox.start([sandbox.python, "-u", "-c", source])
     deadline = time.monotonic() + 60
     for text in (b"one\n", b"two\n"):
         program.send(text, deadline)
