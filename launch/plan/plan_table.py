@@ -202,10 +202,10 @@ def _gpus(plan: Plan) -> dict[str, hardware.Assumed]:
 
 def _slowest(plan: Plan) -> str:
     """Return a text with the factor of the slowest published step; "" if the plan is calibrated or knows no such step."""
-    high = max(assumed.longest_step for assumed in _gpus(plan).values())
-    if plan.ratios or _measured_lines(plan) or math.isnan(sum(assumed.longest_step for assumed in _gpus(plan).values())):
+    longest = [assumed.longest_step for assumed in _gpus(plan).values()]
+    if plan.ratios or _measured_lines(plan) or any(map(math.isnan, longest)):
         return ""
-    return f". Published steps took up to {high:g} times as long as planned"
+    return f". Published steps took up to {max(longest):g} times as long as planned"
 
 
 def _under_way(recipe: Recipe) -> str:

@@ -146,7 +146,7 @@ class GateConfig:
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether the gate compares with the baseline."""
+        """True if the gate compares with the baseline."""
         return self.kind in ("band", "speed") or (self.evaluation is not None and self.evaluation.not_worse_than == BASELINE)
 
 

@@ -234,7 +234,7 @@ def test_a_record_that_is_too_long_to_encode_here_hides_no_other(tmp_path):
 
 
 def test_the_longest_records_are_those_with_the_longest_texts(tmp_path):
-    """Not those with the longest columns that nothing reads."""
+    """Columns that nothing reads do not count for the length of a record."""
     rows = [{"input": "a=", "answer": "1", "solution": "x" * 500} for _ in range(700)]
     rows[400] = {"input": "1" * 40, "answer": "1", "solution": ""}
     (problem,), _ = examined(tmp_path, "grpo", rows)
