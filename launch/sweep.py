@@ -30,7 +30,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
 from launch.recipes.trust import Trust, trusting
-from launch.sweeps import gates, search_loop, submission, suite, verdict
+from launch.sweeps import gates, search_loop, search_space, submission, suite, verdict
 from launch.sweeps.gates import GateResult
 from launch.sweeps.submission import Price
 from launch.sweeps.sweep_folder import LOCK_S, PROBE_S, Queue, SweepFolder, SweepJob, SweepPlan
@@ -171,7 +171,7 @@ def show(loaded: suite.LoadedSuite, folder: SweepFolder, jobs: list[SweepJob], e
         search_loop.show(folder)
     elif searched:
         print(price or "its price is not known: the plan has no times")
-        for corner in suite.corners(searched):
+        for corner in search_space.corners(searched):
             values = [*loaded.suite.overrides_of(searched, loaded.overrides), *suite.as_arguments(corner)]
             print(f"corner: recipe={searched.recipe} {' '.join(values)}")
     else:

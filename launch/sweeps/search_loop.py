@@ -26,7 +26,8 @@ from launch.submission.prepare import examine
 from launch.sweeps import search_report, submission
 from launch.sweeps.expressions import Curve, Expression, NoValue, curves
 from launch.sweeps.search_report import SearchResult, StateOfTrial, Trial
-from launch.sweeps.suite import ParameterConfig, SearchConfig, as_arguments, as_text, grid, is_whole
+from launch.sweeps.search_space import ParameterConfig, SearchConfig, as_text, grid, is_whole
+from launch.sweeps.suite import as_arguments
 from launch.sweeps.sweep_folder import JobState, SweepFolder, SweepJob
 from launch.terminal import console
 from launch.terminal.safe_text import on_one_line

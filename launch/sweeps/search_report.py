@@ -17,7 +17,8 @@ from launch.pages.chart import Chart, Series, drawing, figures, plotly_text
 from launch.pages.document import Section, document
 from launch.runs.run_folder import RunFolder
 from launch.sweeps.expressions import RunMeasurements, measure
-from launch.sweeps.suite import ParameterConfig, SearchConfig, Suite, Values, as_arguments
+from launch.sweeps.search_space import ParameterConfig, SearchConfig, Values
+from launch.sweeps.suite import Suite, as_arguments
 from launch.sweeps.sweep_folder import SweepFolder
 from launch.sweeps.verdict import suite_section
 

@@ -29,7 +29,8 @@ from launch.runs.attempts import latest
 from launch.runs.follow import failure
 from launch.submission import foreground, run_control
 from launch.submission.prepare import Prepared, examine, folder_name, prepare
-from launch.sweeps.suite import LoadedSuite, SearchConfig, Values, as_arguments, as_text, corners
+from launch.sweeps.search_space import SearchConfig, Values, as_text, corners
+from launch.sweeps.suite import LoadedSuite, as_arguments
 from launch.sweeps.sweep_folder import JobState, Queue, SweepFolder, SweepJob
 from launch.terminal import console
 from launch.terminal.safe_text import on_one_line

@@ -20,7 +20,7 @@ from launch.submission.prepare import examine
 from launch.sweeps import submission
 from launch.sweeps import suite as suites
 from launch.sweeps.search_loop import JOURNAL, TrialStudy
-from launch.sweeps.suite import SearchConfig
+from launch.sweeps.search_space import SearchConfig
 from launch.sweeps.sweep_folder import SweepFolder
 from pipeline.config import RecipeError
 from tests.launch.sweeps import tasks

@@ -7,10 +7,10 @@ import pytest
 
 from launch.api.sweeps import SweepRun
 from launch.submission.prepare import examine
-from launch.sweeps import submission, suite
+from launch.sweeps import search_space, submission, suite
 from launch.sweeps.expressions import Curve
 from launch.sweeps.search_loop import values_by_step
-from launch.sweeps.suite import ParameterConfig, SearchConfig
+from launch.sweeps.search_space import ParameterConfig, SearchConfig
 from launch.sweeps.sweep_folder import SweepFolder, SweepJob, SweepPlan
 from pipeline.config import Problem, RecipeError
 from tests.launch.sweeps.suites import KL, LR, write_search
@@ -75,10 +75,13 @@ def test_a_search_is_read_as_it_was_written(tmp_path):
 
 
 def test_whole_numbers_are_those_of_the_schema():
-    assert suite.points("grpo.num_prompts_per_step", ParameterConfig(2, 8, step=3)) == [2, 5, 8]
-    assert [type(each) for each in suite.points("grpo.num_prompts_per_step", ParameterConfig(2, 8), ends=True)] == [int, int]
-    assert [type(each) for each in suite.points(KL, ParameterConfig(0, 1), ends=True)] == [float, float]
-    assert not suite.is_whole(LR, ParameterConfig(0, 1)) and suite.is_whole(LR, ParameterConfig(0, 4, step=2))
+    assert search_space.points("grpo.num_prompts_per_step", ParameterConfig(2, 8, step=3)) == [2, 5, 8]
+    assert [type(each) for each in search_space.points("grpo.num_prompts_per_step", ParameterConfig(2, 8), ends=True)] == [
+        int,
+        int,
+    ]
+    assert [type(each) for each in search_space.points(KL, ParameterConfig(0, 1), ends=True)] == [float, float]
+    assert not search_space.is_whole(LR, ParameterConfig(0, 1)) and search_space.is_whole(LR, ParameterConfig(0, 4, step=2))
 
 
 @pytest.mark.parametrize(("low", "high", "step", "points"), [(0, 0.3, 0.1, [0, 0.1, 0.2, 0.3]), (0.1, 0.3, 0.2, [0.1, 0.3])])
@@ -86,18 +89,18 @@ def test_a_grid_has_both_ends_as_they_are_written(tmp_path, low, high, step, poi
     """In binary 3 * 0.1 is above 0.3, 0.3 / 0.1 below 3, and 0.3 - 0.1 below 0.2."""
     path = write_search(tmp_path, parameters={KL: {"low": low, "high": high, "step": step}}, trials=len(points))
     search = suite.load(str(path)).suite.search
-    assert search is not None and suite.points(KL, search.parameters[KL]) == points
+    assert search is not None and search_space.points(KL, search.parameters[KL]) == points
 
 
 def test_a_large_space_is_checked_at_each_end_of_each_parameter():
     names = ("ratio_clip_min", "ratio_clip_max", "entropy_coeff", "reference_policy_kl_penalty", "kl_input_clamp_value")
     few = SearchConfig(parameters={f"loss_fn.{name}": ParameterConfig(0, 1) for name in names})
-    assert len(suite.corners(few)) == 32
+    assert len(search_space.corners(few)) == 32
     many = SearchConfig(parameters={**few.parameters, "grpo.seed": ParameterConfig(choices=[1, 2, 3])})
-    corners = suite.corners(many)
+    corners = search_space.corners(many)
     assert len(corners) == 2 + 5 + 2
     for key, parameter in many.parameters.items():
-        assert {corner[key] for corner in corners} == set(suite.points(key, parameter, ends=True))
+        assert {corner[key] for corner in corners} == set(search_space.points(key, parameter, ends=True))
 
 
 # ---- the corners --------------------------------------------------------------------------------------------------------
@@ -178,7 +181,7 @@ def test_the_metric_is_evaluated_over_the_steps_so_far():
 def test_the_suites_of_the_repository_have_a_search_that_fits():
     search = suite.load("tiny_search").suite.search
     assert search is not None and not [*submission.corner_problems(search, [])]
-    assert re.fullmatch(r"[\w.]+=\S+( [\w.]+=\S+)*", suite.as_text(suite.corners(search)[0]))
+    assert re.fullmatch(r"[\w.]+=\S+( [\w.]+=\S+)*", search_space.as_text(search_space.corners(search)[0]))
 
 
 def test_the_jobs_of_a_search_have_states_where_optuna_is_not_installed(tmp_path, monkeypatch):
