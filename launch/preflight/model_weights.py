@@ -28,7 +28,7 @@ CHECKED = (*models.FAMILIES, "ministral")
 """Families whose checkpoints have transformers' names. Of others the job compares the tensors."""
 PROBES, PROBE_BYTES = 64, 4096  # parts of tied copies that are compared; the job compares all bytes
 Head = Literal["logprobs", "values", "rewards"]
-"""Of a language model; of a critic, whose checkpoint may lack the value head; of a reward model, whose checkpoint has one."""
+"""The head is that of a language model, of a critic (a checkpoint may lack it), or of a reward model (a checkpoint has it)."""
 
 
 def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[str] | None = None) -> Iterator[Problem]:
