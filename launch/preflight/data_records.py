@@ -232,13 +232,15 @@ def _encode(
     first = short[:ENCODED]
     longest = sorted(short[ENCODED:], key=lambda numbered: -sizes[numbered[0]])[:ENCODED]
 
-    def work() -> list[tuple[Any, ...]]:
+    def work() -> tuple[list[tuple[Any, ...]], str]:
+        """Return (the results, the first error that tells of this check and not of a record; "" without one)."""
         try:
             of_files: Any = FileTokenizer(tokenizer.parent, recipe.policy.tokenizer)  # has what Encoder uses of transformers'
             encoder = Encoder(of_files, recipe.policy.tokenizer, recipe.data, dataset)
         except RecipeError:
-            return []
+            return [], ""
         results: list[tuple[Any, ...]] = []
+        raised = ""
         for chosen, seconds in ((first, bounded.SECONDS / 4), (longest, bounded.SECONDS / 2)):
             tokens = 0
             for number, record in chosen:
@@ -249,18 +251,23 @@ def _encode(
                 except ValueError as error:
                     results.append((number, str(error)))
                     continue
-                except (TypeError, AttributeError, LookupError):  # the job's tokenizer may encode the record
+                except (TypeError, AttributeError, LookupError) as error:  # the job's tokenizer may encode the record
+                    raised = raised or f"{type(error).__name__}: {error}"
                     continue
                 unknown = _unknown(encoder, texts) if recipe.data.unknown_tokens == "error" else ""
                 results.append((number, None, max(lengths), unknown))
                 tokens += sum(lengths)
-        return results
+        return results, raised
 
     try:
-        return [EncodedRecord(*result) for result in bounded.call(work)]
+        results, raised = bounded.call(work)
     except bounded.Unbounded as error:
-        notes.append(f"policy.tokenizer: only the job checks that it encodes the records: here {error}")
-        return []
+        results, raised = [], str(error)
+    if raised:
+        notes.append(
+            f"policy.tokenizer: only the job checks that it encodes {'all' if results else 'the'} records: here {raised}"
+        )
+    return [EncodedRecord(*result) for result in results]
 
 
 def _sequences(recipe: Recipe, encoder: Encoder, record: Record) -> tuple[list[int], list[str]]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.preflight import data_files, input_files, model_weights
+from launch.preflight import data_files, data_records, input_files, model_weights
 from pipeline import config
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -310,3 +310,11 @@ def test_a_record_that_the_template_refuses_is_named_before_submission(tmp_path,
     assert [problem for problem in problems if "F:2: the chat template refuses" in problem and "must alternate" in problem]
     assert examined(tmp_path, algorithm, [good, row, good], *chat, "data.bad_records=drop")[0] == []
     assert examined(tmp_path, algorithm, [row, row], *chat, "data.bad_records=drop")[0] != []
+
+
+def test_an_error_of_the_check_itself_is_noted(tmp_path, monkeypatch):
+    """The tokenizer of the job may encode what the stand-in of this check cannot."""
+    monkeypatch.setattr(data_records, "_sequences", lambda *given: {}["absent"])
+    problems, notes = examined(tmp_path, "sft", [{"input": "a=", "output": "1"}])
+    assert problems == []
+    assert "policy.tokenizer: only the job checks that it encodes the records: here KeyError: 'absent'" in notes
