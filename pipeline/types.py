@@ -303,6 +303,10 @@ class PackedBatch:
     generate_logprobs: torch.Tensor  # [T] float32
     advantages: torch.Tensor  # [T] float32
     rewards: torch.Tensor  # [S] float32, see Sample.reward
+    wanted: np.ndarray | None = None  # [T] bool: the tokens whose log-probs a loss can read; None: all
+    prompts: tuple[
+        tuple[int, int], ...
+    ] = ()  # [S] (the first sequence with the same prompt, tokens of the prompt); (): unknown
     old_logprobs: torch.Tensor | None = None  # [T] float32, by the policy before this step's first update
     old_full_logprobs: torch.Tensor | None = None  # [T] float32, likewise; see Outputs.full_logprobs
     reference_logprobs: torch.Tensor | None = None  # [T] float32, by the frozen reference policy; never truncated

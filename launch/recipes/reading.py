@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from launch.recipes import gguf
 from pipeline import config
 from pipeline.config import Loaded, Recipe, refuse
 from pipeline.config.config_tree import ConfigMapping, ConfigNode
@@ -20,8 +21,11 @@ def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
-    """Return the recipe with its problems, as `config.inspect` does; a NeMo-RL recipe is translated."""
-    return config.inspect(name, overrides, _translate)
+    """Return the recipe with its problems, as `config.inspect` does.
+
+    A NeMo-RL recipe is translated, and GGUF files are dequantized.
+    """
+    return gguf.with_folders(config.inspect(name, overrides, _translate))
 
 
 def _translate(path: Path, tree: ConfigMapping, arguments: list[tuple[str, ConfigNode]]) -> Layers:

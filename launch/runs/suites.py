@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from launch.recipes import gguf
 from launch.runs.evaluation_sources import Source
 from pipeline import config
 from pipeline.config import RECIPES, Loaded, Problem, RecipeError, config_tree, interpolation
@@ -65,7 +66,7 @@ def inspect(suite: str, source: Source, overrides: Iterable[str], cluster_and_mo
         _layer(dict(cluster_and_more), "evaluation"),
     ]
     overrides = list(overrides)
-    loaded = config.inspect(str(path), overrides, above=layers)
+    loaded = gguf.with_folders(config.inspect(str(path), overrides, above=layers))
     loaded.problems[:0] = _unknown_tasks(loaded, path, overrides, layers)
     if config.trains(loaded.recipe) and "algorithm" not in loaded.faulty:
         message = f"got {path}, whose algorithm is {loaded.recipe.algorithm}; expected a suite, with algorithm: evaluate"

@@ -79,6 +79,7 @@ def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
         return torch.from_numpy(np.concatenate([getattr(sample, field) for sample in samples]).astype(dtype)).to(device)
 
     positions = np.concatenate([np.arange(length) for length in lengths])
+    trained = np.concatenate([sample.loss_mask for sample in samples])
     return PackedBatch(
         tokens=concatenate("tokens", np.int64),
         positions=torch.from_numpy(positions).to(device),
@@ -88,8 +89,22 @@ def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
         generate_logprobs=concatenate("logprobs", np.float32),
         advantages=concatenate("advantages", np.float32),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32, device=device),
+        wanted=trained & (positions > 0),
+        prompts=_prompts(samples),
         teachers=tuple(sample.teacher for sample in samples),
     )
+
+
+def _prompts(samples: Sequence[Sample]) -> tuple[tuple[int, int], ...]:
+    """Return, for each sample, the first sample with the same prompt, and the prompt's length: the tokens before the first
+    trained token.
+    """
+    first: dict[bytes, int] = {}
+    prompts = []
+    for number, sample in enumerate(samples):
+        length = int(sample.loss_mask.argmax())
+        prompts.append((first.setdefault(sample.tokens[:length].tobytes(), number), length))
+    return tuple(prompts)
 
 
 def pack_each(samples: Sequence[Sample], microbatches: Sequence[list[int]], device: torch.device | str) -> list[PackedBatch]:

@@ -6,12 +6,14 @@ In all other cases `attention_blocks` computes one run of neighbouring sequences
 by length makes it faster. If this happens on CUDA, a log line gives the reason.
 
 Under context parallelism a rank has two chunks of each sequence. It gathers keys and values of all ranks, and computes each
-chunk with the keys up to its own end, by the same kernel or one chunk at a time.
+chunk with the keys up to its own end, by the same kernel or one run of equal chunks at a time. Sequences that share the rows of
+their prompt (shared_prompts.py) are computed like chunks: each with the prompt's keys and its own.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from pipeline.node import torch_features
 from pipeline.train.attention_blocks import AttentionKind, causal
 from pipeline.train.context_parallel import GatherRows
 from pipeline.train.flex_attention import HALF, flex, lacking
-from pipeline.train.sequence_bounds import ContextPart, Packing
+from pipeline.train.sequence_bounds import Packing, Spans
 
 __all__ = ["AttentionKind", "attend"]
 
@@ -44,18 +46,20 @@ def attend(
     sinks [Hq]: a score per head that takes part in the softmax and has no value (gpt-oss). With `packing.context`, T is this
     rank's number of tokens, and keys and values of the other context-parallel ranks are gathered.
     """
-    kind, context = kind.of_length(packing.max_length), packing.context
+    kind, context, spans = kind.of_length(packing.max_length), packing.context, packing.spans
     by_kernel = _fits_kernel(query, value, kind)
     by_flex = not by_kernel and query.is_cuda and _fits_flex(query, value, kind)
     if context is not None:
         of_all_ranks = GatherRows.apply(torch.cat([key, value], -1), context.group)
         key, value = of_all_ranks.index_select(0, context.key_rows).split([key.size(-1), value.size(-1)], -1)
+    elif spans is not None:
+        key, value = (x.index_select(0, spans.key_rows) for x in (key, value))
     if by_kernel:
         return _varlen(query, key, value, KernelSpans.of(packing), kind, sinks)
     if by_flex:
         return flex(query, key, value, KernelSpans.of(packing)[:2], kind, sinks)
-    if context is not None:
-        return _per_span(query, key, value, context, kind, sinks)
+    if spans is not None:
+        return _per_span(query, key, value, spans, kind, sinks)
     return _per_run(query, key, value, packing, kind, sinks)
 
 
@@ -98,12 +102,12 @@ class KernelSpans(NamedTuple):
 
     @staticmethod
     def of(packing: Packing) -> KernelSpans:
-        """Return one span per sequence or, under context parallelism, one span per chunk that this rank holds."""
-        starts, longest, context = packing.cu_seqlens, packing.max_length, packing.context
-        if context is None:
+        """Return the packing's spans: one per sequence unless `packing.spans` has others."""
+        starts, longest, spans = packing.cu_seqlens, packing.max_length, packing.spans
+        if spans is None:
             return KernelSpans(starts, starts, longest, longest)
-        most_queries, most_keys = (max(counts) for counts in zip(*context.spans, strict=True))
-        return KernelSpans(context.query_starts, context.key_starts, most_queries, most_keys)
+        most_queries, most_keys = (max(counts) for counts in zip(*spans.spans, strict=True))
+        return KernelSpans(spans.query_starts, spans.key_starts, most_queries, most_keys)
 
 
 def _varlen(query, key, value, spans: KernelSpans, kind: AttentionKind, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -162,10 +166,11 @@ def _per_run(query, key, value, packing: Packing, kind: AttentionKind, sinks: to
     return torch.cat(outputs)
 
 
-def _per_span(query, key, value, context: ContextPart, kind: AttentionKind, sinks: torch.Tensor | None) -> torch.Tensor:
-    queries, keys = zip(*context.spans, strict=True)
+def _per_span(query, key, value, spans: Spans, kind: AttentionKind, sinks: torch.Tensor | None) -> torch.Tensor:
+    runs = [(len(tuple(run)), *sizes) for sizes, run in itertools.groupby(spans.spans)]  # neighbouring spans of equal sizes
+    queries, keys = [count * size for count, size, _ in runs], [count * size for count, _, size in runs]
     outputs = []
-    for qkv in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
-        q, k, v = (x.transpose(0, 1)[None] for x in qkv)  # [1, H, length, D]
-        outputs.append(causal(q, k, v, kind, sinks, k.size(2) - q.size(2))[0].transpose(0, 1))
+    for (count, *_), *qkv in zip(runs, query.split(queries), key.split(keys), value.split(keys), strict=True):
+        q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in qkv)  # [count, H, length, D]
+        outputs.append(causal(q, k, v, kind, sinks, k.size(2) - q.size(2)).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)

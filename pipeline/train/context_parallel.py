@@ -28,12 +28,22 @@ class LocalBatch:
 
     tokens: torch.Tensor  # [1, t] int64; padding is token 0
     positions: torch.Tensor  # [1, t] int64
-    targets: torch.Tensor  # [t] int64: the next token; undefined at the end of a sequence and on padding
-    candidates: torch.Tensor | None  # [t, K] int64: the teacher's tokens for each target
+    targets: torch.Tensor  # [p] int64: what the head's rows predict; undefined at the end of a sequence and on padding
+    candidates: torch.Tensor | None  # [p, K] int64: the teacher's tokens for each target
     packing: Packing  # of the padded sequences
     token_rows: torch.Tensor  # [T] int64: the row of token t of the batch, among the rows of all ranks
-    predicting_rows: torch.Tensor  # [T] int64: the row that predicts token t of the batch, among the rows of all ranks
+    predicting_rows: torch.Tensor  # [T] int64: the place of the prediction of token t, among the places of all ranks
     begins: torch.Tensor  # [T] bool: whether token t is the first of a sequence, which no row predicts
+    head: HeadRows | None = None  # the rows of the head; None: all t rows, in places of the same number
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """The p rows of hidden states from which the head predicts a token that a loss reads, and where predictions belong."""
+
+    rows: torch.Tensor  # [p] int64, p > 0: of this rank's t rows
+    places: torch.Tensor  # [p] int64: the places of the predictions, without repetition
+    count: int  # of this rank's places; those that `places` lacks get 0
 
 
 def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: dist.ProcessGroup | None = None) -> LocalBatch:
@@ -45,7 +55,8 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: di
     lengths = padded_lengths(batch.lengths, ranks, multiple)
     device = batch.tokens.device
     starts = list(itertools.accumulate(lengths, initial=0))
-    real = to_device(torch.cat([torch.arange(n) + start for n, start in zip(batch.lengths, starts, strict=False)]), device)
+    rows_on_host = torch.cat([torch.arange(n) + start for n, start in zip(batch.lengths, starts, strict=False)])
+    real = to_device(rows_on_host, device)
     tokens, positions = batch.tokens.new_zeros(starts[-1]), batch.tokens.new_zeros(starts[-1])
     targets = batch.tokens.new_zeros(starts[-1])
     tokens[real], positions[real] = batch.tokens, batch.positions
@@ -57,16 +68,25 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: di
     row_of = to_device(sequence_order(lengths, ranks), device)
     begins = batch.positions == 0
     cu_seqlens = to_device(torch.tensor(starts, dtype=torch.int32), device)
-    rows = to_device(rows_of_rank(lengths, ranks, rank), device)
+    own_rows = rows_of_rank(lengths, ranks, rank)
+    rows = predicting = to_device(own_rows, device)
+    head = None
+    if batch.wanted is not None:
+        predicts = torch.zeros(starts[-1], dtype=torch.bool)
+        predicts[rows_on_host] = torch.from_numpy(batch.wanted).roll(-1)
+        wanted = predicts[own_rows].nonzero()[:, 0]
+        wanted = to_device(wanted if len(wanted) else torch.zeros(1, dtype=torch.int64), device)
+        head, predicting = HeadRows(wanted, wanted, len(own_rows)), rows[wanted]
     return LocalBatch(
         tokens=tokens[rows][None],
         positions=positions[rows][None],
-        targets=targets[rows],
-        candidates=None if candidates is None else candidates[rows],
+        targets=targets[predicting],
+        candidates=None if candidates is None else candidates[predicting],
         packing=Packing.of_lengths(lengths, cu_seqlens, group),
         token_rows=row_of[real],
         predicting_rows=row_of[(real - 1).clamp(min=0)],
         begins=begins,
+        head=head,
     )
 
 

@@ -41,6 +41,7 @@ from pipeline.train.optimizer import LRSchedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
 from pipeline.train.sequence_bounds import check_batches
 from pipeline.train.shards import Entry, Shards, collect_shards, gather_full, is_first_holder, local, local_box, read_shards
+from pipeline.train.shared_prompts import saved_tokens, share
 from pipeline.train.train_backend import Loss, ModelRole, TrainBackend
 from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult
 
@@ -187,6 +188,8 @@ class FSDPBackend(TrainBackend):
 
     def _outputs(self, batch: PackedBatch, model: PackedModel, top_k: int = 0, truncated: bool = True) -> Outputs:
         layout = self._layout
+        if model.shares_prompts and layout.context == layout.tokens_multiple == 1 and saved_tokens(batch):
+            return model(share(batch), top_k, truncated)
         local = localize(batch, layout.context, layout.context_rank, layout.tokens_multiple, self._context)
         return model(local, top_k, truncated)
 

@@ -60,6 +60,7 @@ class PackedModel(nn.Module):
         self.shard: VocabularyShard | None = None
         self.tensor_ranks: TensorRanks | None = None  # None: one
         self.layout: dict[str, list[Piece]] = {}  # for each parameter of `hf`: its pieces of tensors on disk
+        self.shares_prompts = True  # whether attention alone mixes the tokens of a sequence
         self.compiled = False  # whether layers are compiled at the first call
         self.adapters: Adapters | None = None  # their parameters exist only in our checkpoints
 
@@ -118,6 +119,7 @@ def build(
     layers = decoder_layers(hf)
     use_kernels(policy, hf, device)
     resets = reset_sequences(hf.base_model, layers, model.tensor_ranks)
+    model.shares_prompts = not resets
     mixture = resets or any(parameter.dim() > 2 for parameter in hf.parameters())
     model.compiled = like.compiled if like is not None else compiled.should_compile(policy, device, mixture)
     if model.compiled:

@@ -80,14 +80,16 @@ def packed_outputs(
     truncation: Truncation | None = None,
     function: HeadFunction = LINEAR,
 ) -> Outputs:
-    """Return outputs of the whole batch. Entry t belongs to the distribution of token t; it is 0 where a sequence begins.
+    """Return outputs of the whole batch. Entry t belongs to the distribution of token t.
 
-    hidden [t, H]: this context-parallel rank's hidden states. weight [V, H], or this rank's rows of it. chunk: the number of
+    It is 0 where a sequence begins, and for tokens whose outputs no loss reads (`PackedBatch.wanted`). hidden [t, H]: this
+    context-parallel rank's hidden states. weight [V, H], or this rank's rows of it. chunk: the number of
     rows whose logits exist at once; None: all rows. top_k: the number of most likely tokens in `Outputs.top_k`, without a
     graph; 0: `Outputs.top_k` has the batch's candidates, if there are any. Both are of the distribution without truncation.
     function: the head's function.
     """
-    # The last row of a sequence predicts nothing. Computing these few rows is cheaper than gathering the others.
+    if batch.head is not None:
+        hidden = hidden.index_select(0, batch.head.rows)
     tokens = None if top_k else batch.candidates
     outputs = target_outputs(hidden, weight, batch.targets, temperature, chunk, shard, entropy, tokens, truncation, function)
     chosen = outputs.candidates
@@ -113,10 +115,12 @@ def packed_values(hidden: torch.Tensor, weight: torch.Tensor, batch: LocalBatch)
 
 
 def _to_predicted_tokens(rows: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-    """Return the predictions of all ranks in the order of the predicted tokens, [T, ...], with 0 where a sequence begins.
+    """Return the predictions of all ranks in the order of the predicted tokens, [T, ...], with 0 where there is none.
 
-    rows [t, ...]: the predictions of this rank's rows.
+    rows [p, ...]: this rank's predictions.
     """
+    if (head := batch.head) is not None:
+        rows = rows.new_zeros(head.count, *rows.shape[1:]).index_copy(0, head.places, rows)
     begins = batch.begins.view(-1, *[1] * (rows.dim() - 1))
     return _gather_context(rows, batch)[batch.predicting_rows].masked_fill(begins, 0)
 

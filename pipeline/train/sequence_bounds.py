@@ -13,19 +13,34 @@ from pipeline.types import PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
-class ContextPart:
-    """The part of packed sequences that a context-parallel rank holds.
+class Spans:
+    """Spans of neighbouring queries, and the keys of each span. The last query of a span sees the last of its keys."""
+
+    spans: tuple[tuple[int, int], ...]  # (queries, keys) of each span
+    query_starts: torch.Tensor  # [spans + 1] int32, on the device: cumulative number of the spans' queries
+    key_starts: torch.Tensor  # [spans + 1] int32, on the device: cumulative number of the spans' keys
+    key_rows: torch.Tensor  # [keys] int64, on the device: row of each of the spans' keys
+
+    @staticmethod
+    def tensors(
+        spans: Sequence[tuple[int, int]], keys: Sequence[torch.Tensor], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the tensors of these spans. keys: the rows of each span's keys."""
+        starts = [torch.tensor([0, *itertools.accumulate(part)], dtype=torch.int32) for part in zip(*spans, strict=True)]
+        query_starts, key_starts, key_rows = (to_device(tensor, device) for tensor in (*starts, torch.cat(list(keys))))
+        return query_starts, key_starts, key_rows
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPart(Spans):
+    """The part of packed sequences that a context-parallel rank holds: two spans of each sequence.
 
     For R ranks, each sequence is padded to a multiple of 2 R and cut into 2 R equal chunks. Rank r holds the chunks r and
-    2 R - 1 - r, so all ranks have equal work under a causal mask.
+    2 R - 1 - r, so all ranks have equal work under a causal mask. `key_rows` are rows of the gathered keys of all ranks.
     """
 
     group: dist.ProcessGroup  # of context-parallel ranks
     lengths: tuple[int, ...]  # of the S padded sequences, over all ranks
-    spans: tuple[tuple[int, int], ...]  # (queries, keys) of each of this rank's 2 S chunks; its last query sees all of its keys
-    query_starts: torch.Tensor  # [2 S + 1] int32, on the device: cumulative number of the spans' queries
-    key_starts: torch.Tensor  # [2 S + 1] int32, on the device: cumulative number of the spans' keys
-    key_rows: torch.Tensor  # [keys] int64, on the device: row of each of the spans' keys in the gathered keys of all ranks
 
     @staticmethod
     def of(group: dist.ProcessGroup, lengths: tuple[int, ...], device: torch.device) -> ContextPart:
@@ -37,9 +52,7 @@ class ContextPart:
             for number in (group.rank(), 2 * ranks - 1 - group.rank()):
                 spans.append((chunk, (number + 1) * chunk))
                 keys.append(positions[: (number + 1) * chunk])
-        starts = [torch.tensor([0, *itertools.accumulate(part)], dtype=torch.int32) for part in zip(*spans, strict=True)]
-        on_device = (to_device(tensor, device) for tensor in (*starts, torch.cat(keys)))
-        return ContextPart(group, lengths, tuple(spans), *on_device)
+        return ContextPart(tuple(spans), *Spans.tensors(spans, keys, device), group, lengths)
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +66,12 @@ class Packing:
     max_length: int
     runs: tuple[tuple[int, int], ...]  # (count, length) of neighbouring sequences of equal length
     context: ContextPart | None = None  # the part of the batch that this context-parallel rank holds; None: all of it
+    shared: Spans | None = None  # of sequences that share the rows of their prompts; None: each sequence has all of its rows
+
+    @property
+    def spans(self) -> Spans | None:
+        """The spans of the rows that this rank holds; None if each sequence is one span of its own rows."""
+        return self.context or self.shared
 
     @staticmethod
     def of(batch: PackedBatch) -> Packing:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -154,6 +155,8 @@ def assert_same(found: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
         assert isinstance(found, OnGPU)
         torch.testing.assert_close(found.host, expected.detach(), rtol=0, atol=0, equal_nan=True)
+    elif isinstance(expected, np.ndarray):
+        np.testing.assert_array_equal(found, expected)
     elif dataclasses.is_dataclass(expected):
         for field in dataclasses.fields(expected):
             assert_same(getattr(found, field.name), getattr(expected, field.name))
