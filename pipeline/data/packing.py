@@ -96,8 +96,9 @@ def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
 
 
 def _prompts(samples: Sequence[Sample]) -> tuple[tuple[int, int], ...]:
-    """Return, for each sample, the first sample with the same prompt, and the prompt's length: the tokens before the first
-    trained token.
+    """Return (the first sample with the same prompt, the prompt's length) of each sample.
+
+    The prompt is the tokens before the first trained token.
     """
     first: dict[bytes, int] = {}
     prompts = []
