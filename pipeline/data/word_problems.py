@@ -32,14 +32,14 @@ def problems(split: str, size: int, seed: int, largest: int = 20) -> list[dict[s
 
 
 def preferences(split: str, size: int, seed: int, largest: int = 20) -> list[dict[str, str]]:
-    """Return `size` problems as `{"prompt", "chosen", "rejected"}`: the right answer, and the same with a wrong result.
+    """Return `size` problems as `{"input", "chosen", "rejected"}`: the right answer, and the same with a wrong result.
 
     Arguments and errors are those of `problems`.
     """
     records, draw = [], random.Random(f"wrong results {split} {seed}")
     for question, output, answer in _draw("word_problem_preferences", split, size, seed, largest):
         wrong = answer + draw.choice([-2, -1, 1, 2, 10] if answer > 1 else [1, 2, 10])
-        records.append({"prompt": question, "chosen": output, "rejected": f"{output.rpartition(' ')[0]} {wrong}"})
+        records.append({"input": question, "chosen": output, "rejected": f"{output.rpartition(' ')[0]} {wrong}"})
     return records
 
 

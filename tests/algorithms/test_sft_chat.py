@@ -43,7 +43,6 @@ def realm(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    import pipeline.train.megatron  # before megatron.core
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():

@@ -113,9 +113,7 @@ def main(arguments: list[str]) -> None:
                     scratch = Path(folder) / f"{name}-{number}-{count}"
                     scratch.mkdir()
                     theirs = [sys.executable, "-m", "tests.benchmarks.beside_trl", "--trl", model, str(count), str(scratch)]
-                    used[count] = cpu_seconds(
-                        theirs if name == "TRL" else of_ours(model, count, scratch, overrides), scratch
-                    )
+                    used[count] = cpu_seconds(theirs if name == "TRL" else of_ours(model, count, scratch, overrides), scratch)
                 taken.append((used[MANY] - used[FEW]) / (MANY - FEW))
                 print(f"round {number + 1}: {name} {taken[-1]:.1f} CPU s a step", flush=True)
     ratios = [theirs / ours for ours, theirs in zip(*steps.values(), strict=True)]
