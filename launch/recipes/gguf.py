@@ -85,7 +85,7 @@ def checkpoint_folder(key: str, path: Path) -> Path:
         )
         raise RecipeError(Problem(key, "unsupported", message))
     if find_spec("gguf") is None:
-        message = f"got {path}, which the package gguf reads; it is not installed. Try `pip install gguf`"
+        message = f"got {path}, which the package gguf reads; it is not installed. Try `pip install '.[gguf]'`"
         raise RecipeError(Problem(key, "not-installed", message))
     print(f"{key}: dequantizing {path} to {folder}", file=sys.stderr, flush=True)
     _convert_in_process(key, path, folder)
@@ -114,13 +114,13 @@ def convert(path: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.integrations.gguf import read_gguf_metadata
 
-    where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
-    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, **where)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if read_gguf_metadata(str(path))[0].get("tokenizer.ggml.pre") in SINGLE_DIGITS:
         fast = tokenizer.backend_tokenizer
         fast.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), fast.pre_tokenizer])
     dense = GgufConfig(dequantize=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(path.parent, quantization_config=dense, dtype=torch.bfloat16, **where)
+    options = {"quantization_config": dense, "dtype": torch.bfloat16}
+    model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -31,7 +31,7 @@ class TokenizerConfig:
     """The tokenizer and its chat template."""
 
     name: Line = interpolation("${policy.model_name}")
-    """A folder, or a Hugging Face name whose files are in the local cache."""
+    """A folder, a GGUF file, or a Hugging Face name whose files are in the local cache."""
     chat_template: Annotated[Text | None, Field(description=CHAT_TEMPLATE)] = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template."""
@@ -149,7 +149,7 @@ class PolicyConfig:
     """The model that is trained."""
 
     model_name: Line = MISSING
-    """A folder, or a Hugging Face name whose files are in the local cache."""
+    """A folder, a GGUF file, or a Hugging Face name whose files are in the local cache."""
     random_init: Bool = False
     """Initialize weights from the config and the seed. The folder then needs no weights."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -198,7 +198,7 @@ class ValueConfig:
     """PPO's critic: the body of a language model, or a reward model, with one value per token."""
 
     model_name: Line = interpolation("${policy.model_name}")
-    """A folder, or a Hugging Face name whose files are in the local cache."""
+    """A folder, a GGUF file, or a Hugging Face name whose files are in the local cache."""
     hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
     precision: Precision = interpolation("${policy.precision}")
     """See policy.precision."""
@@ -214,7 +214,7 @@ class TeacherConfig:
     """Distillation's teacher. It must have the policy's vocabulary."""
 
     model_name: Line | None = None
-    """A folder, or a Hugging Face name whose files are in the local cache."""
+    """A folder, a GGUF file, or a Hugging Face name whose files are in the local cache."""
     hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
     precision: Precision = interpolation("${policy.precision}")
     """See policy.precision."""
