@@ -1,11 +1,7 @@
 """Dequantize GGUF files, which models of a recipe may name, into Hugging Face checkpoints.
 
-`policy.model_name=PATH.gguf` is a model whose weights llama.cpp has quantized. transformers reads its configuration, tokenizer,
-chat template and weights. The checkpoint, in bfloat16, stays in a folder beside Hugging Face's cache, so a file is converted
-once. From then on the recipe names this folder.
-
-transformers (5.19) gives every file with the tokenizer of GPT-2 the pre-tokenizer of GPT-2. SmolLM's splits
-digits too, which is added here (llama.cpp, src/llama-vocab.cpp).
+`policy.model_name=PATH.gguf` is a model whose weights llama.cpp has quantized. `pipeline/models/dequantize.py` makes a checkpoint
+of it, which stays in a folder beside Hugging Face's cache, so a file is converted once. From then on the recipe names this folder.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from launch.recipes.model_files import hf_home
 from launch.recipes.trust import Trust, current
@@ -31,8 +26,6 @@ SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 NAMES = (".model_name", ".tokenizer.name")
 """Ends of the keys that name a model or a tokenizer."""
-SINGLE_DIGITS = ("smollm",)
-"""Pre-tokenizers of llama.cpp that split digits one by one before GPT-2's splits the text."""
 
 
 def with_folders(loaded: Loaded) -> Loaded:
@@ -97,7 +90,7 @@ def _convert_in_process(key: str, path: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         target = Path(scratch) / "checkpoint"
-        command = [sys.executable, "-m", __spec__.name, str(path.resolve()), str(target)]
+        command = [sys.executable, "-m", "pipeline.models.dequantize", str(path.resolve()), str(target)]
         root = Path(__file__).resolve().parents[2]
         ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         if ended.returncode:
@@ -105,28 +98,3 @@ def _convert_in_process(key: str, path: Path, folder: Path) -> None:
             raise RecipeError(Problem(key, "bad-format", f"got {path}, which transformers cannot convert: {last}"))
         with contextlib.suppress(OSError):  # another process has made the folder meanwhile
             target.rename(folder)
-
-
-def convert(path: Path, folder: Path) -> None:
-    """Write the model, the tokenizer and the chat template of a GGUF file as a Hugging Face checkpoint in bfloat16."""
-    import torch
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.integrations.gguf import read_gguf_metadata
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    if read_gguf_metadata(str(path))[0].get("tokenizer.ggml.pre") in SINGLE_DIGITS:
-        fast = tokenizer.backend_tokenizer
-        fast.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), fast.pre_tokenizer])
-    dense = GgufConfig(dequantize=True)
-    options = {"quantization_config": dense, "dtype": torch.bfloat16}
-    model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
