@@ -1,7 +1,8 @@
 """Dequantize GGUF files, which models of a recipe may name, into Hugging Face checkpoints.
 
-`policy.model_name=PATH.gguf` is a model whose weights llama.cpp has quantized. `pipeline/models/dequantize.py` makes a checkpoint
-of it, which stays in a folder beside Hugging Face's cache, so a file is converted once. From then on the recipe names this folder.
+`policy.model_name=PATH.gguf` is a model whose weights llama.cpp has quantized. `pipeline/models/dequantize.py` makes a
+checkpoint of it, which stays in a folder beside Hugging Face's cache, so a file is converted once. The recipe of the run names
+this folder.
 """
 
 from __future__ import annotations
