@@ -16,6 +16,7 @@ DYNAMIC = "use_dynamic_sampling=true"
 RPP = "grpo.adv_estimator.name=reinforce_plus_plus"
 SEQUENCES = "loss_fn.sequence_level_importance_ratios=true loss_fn.token_level_loss=false"
 CISPO = "loss_fn.use_cispo=true"
+SAPO = "loss_fn.use_sapo=true loss_fn.token_level_loss=false"
 ALONE = "num_generations_per_prompt=1 policy.train_global_batch_size=8"
 KL_IN_REWARD = "loss_fn.use_kl_in_reward=true loss_fn.reference_policy_kl_penalty=0.1"
 ON_POLICY = "loss_fn.force_on_policy_ratio=true"
@@ -64,6 +65,10 @@ REFUSED = [
     ("grpo", f"{CISPO} {ON_POLICY}", "loss_fn.force_on_policy_ratio", "contradiction"),
     ("grpo", f"{CISPO} loss_fn.ratio_clip_c=3", "loss_fn.ratio_clip_c", "contradiction"),
     ("ppo", f"{CISPO} loss_fn.token_level_loss=false", "loss_fn.token_level_loss", "contradiction"),
+    ("grpo", "loss_fn.use_sapo=true", "loss_fn.token_level_loss", "contradiction"),
+    ("grpo", f"{SAPO} {CISPO} loss_fn.ratio_clip_c=null", "loss_fn.use_cispo", "contradiction"),
+    ("grpo", f"{SAPO} loss_fn.disable_ppo_ratio=true", "loss_fn.disable_ppo_ratio", "contradiction"),
+    ("ppo", "loss_fn.sapo_temperature_negative=2", "loss_fn.sapo_temperature_negative", "has-no-effect"),
     # ---- importance sampling
     ("grpo", f"{TRUNCATED}_type=tis {TRUNCATED}_ratio=2", f"{TRUNCATED}_type", "has-no-effect"),
     ("grpo", f"{IS} {TRUNCATED}_type=tis", f"{TRUNCATED}_ratio", "missing-value"),
@@ -143,6 +148,7 @@ REFUSED = [
     ("distillation", "teacher.model_name=null", "teacher.model_name", "missing-value"),
     # ---- preferences
     ("dpo", "dpo.label_smoothing=0.1 dpo.preference_loss=ipo", "dpo.label_smoothing", "has-no-effect"),
+    ("dpo", "dpo.target_margin=0.5 dpo.preference_loss=orpo", "dpo.target_margin", "has-no-effect"),
     ("dpo", "dpo.preference_loss_weight=0", "dpo.preference_loss_weight", "contradiction"),
     ("dpo rm", "policy.sequence_packing.train_mb_tokens=1000", "policy.sequence_packing.train_mb_tokens", "too-small"),
     ("dpo", "policy.sequence_packing.logprob_mb_tokens=1000", "policy.sequence_packing.logprob_mb_tokens", "too-small"),
@@ -192,6 +198,7 @@ def test_a_message_suggests_what_to_try():
         ("evaluate", "evaluate.tasks.text.kind=perplexity evaluate.tasks.text.format=wikitext"),
         ("grpo", SEQUENCES),
         ("grpo", f"{CISPO} loss_fn.ratio_clip_min=1 loss_fn.ratio_clip_max=5"),
+        ("grpo", f"{SAPO} loss_fn.sapo_temperature_negative=2"),
         ("grpo", "loss_fn.ratio_clip_c=3"),
         ("sft", f"{CISPO} loss_fn.ratio_clip_c=3"),  # never read
         ("grpo", ON_POLICY),

@@ -5,6 +5,7 @@ With r = pi / pi_old and w = pi_old / pi_generate for each token, A its advantag
     loss = - w S + reference_policy_kl_penalty KL - entropy_coeff H        `policy_loss`
     S    = min(r A, clip(r) A)                  PPO, GRPO, DAPO, GSPO      `clipped_surrogate`
          | sg(clip(r)) A log pi                 CISPO                      `cispo`
+         | 4 / tau sigma(tau (r - 1)) A         SAPO                       `sapo`
          | A log pi                             REINFORCE, RLOO
 
 S and KL are averaged over all tokens of the step (token_level_loss=true), or within each sequence and then over sequences. H is
@@ -106,6 +107,8 @@ def _surrogate(
         return advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool)
     if config.use_cispo:
         return cispo(config, logprobs, ratio, advantages)
+    if config.use_sapo:
+        return sapo(config, ratio, advantages), torch.zeros_like(ratio, dtype=torch.bool)
     return clipped_surrogate(config, ratio, advantages)
 
 
@@ -138,6 +141,19 @@ def cispo(
     """
     low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
     return ratio.detach().clamp(low, high) * advantages * logprobs, (ratio > high) | (ratio < low)
+
+
+def sapo(config: LossConfig, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """Return SAPO's surrogate, `[T]` (https://arxiv.org/abs/2511.20347 eq. 6 and 7).
+
+        4 / tau sigma(tau (r - 1)) A,     tau: sapo_temperature_positive where A > 0, else sapo_temperature_negative
+
+    The gradient at r = 1 is that of r A, and falls smoothly as r departs from 1. The paper averages over the tokens of each
+    sequence, then over sequences: token_level_loss=false.
+    """
+    positive, negative = config.sapo_temperature_positive, config.sapo_temperature_negative
+    temperature = torch.full_like(ratio, negative).masked_fill(advantages > 0, positive)
+    return 4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * advantages
 
 
 def sequence_log_ratios(log_ratios: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

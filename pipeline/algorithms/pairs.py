@@ -12,16 +12,30 @@ from torch.nn.functional import logsigmoid
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 
 
-def preference_loss(kind: str, margin: torch.Tensor, beta: float, smoothing: float) -> torch.Tensor:
-    """Return L(margin) of margin = h_c - h_r, `[S/2]` each, where h = log pi(y) - log pi_ref(y).
+def preference_loss(
+    kind: str, chosen: torch.Tensor, rejected: torch.Tensor, beta: float, smoothing: float, target: float = 0.0
+) -> torch.Tensor:
+    """Return L of the answers' h = log pi(y) - log pi_ref(y), `[S/2]` each, with m = beta (h_c - h_r) - target.
 
-    sigmoid   - (1 - e) log sigma(beta margin) - e log sigma(-beta margin)        DPO, https://arxiv.org/abs/2305.18290 eq. 7
-                                                   e = smoothing: conservative DPO, https://ericmitchell.ai/cdpo.pdf eq. 3
-    ipo       (margin - 1 / (2 beta))^2                                           IPO, https://arxiv.org/abs/2310.12036 eq. 17
+    sigmoid   - (1 - e) log sigma(m) - e log sigma(-m)    DPO, https://arxiv.org/abs/2305.18290 eq. 7
+                                                          e = smoothing: conservative DPO, https://ericmitchell.ai/cdpo.pdf eq. 3
+                                                          target > 0: SimPO, https://arxiv.org/abs/2405.14734 eq. 6
+    ipo       (h_c - h_r - 1 / (2 beta))^2                IPO, https://arxiv.org/abs/2310.12036 eq. 17
+    orpo      - log sigma(o_c - o_r)                      ORPO, https://arxiv.org/abs/2403.07691 eq. 7
+                  o = h - log(1 - exp h): the log odds of an answer, with h = log pi(y) per token
     """
+    if kind == "orpo":
+        return -logsigmoid(_log_odds(chosen) - _log_odds(rejected))
     if kind == "ipo":
-        return (margin - 1 / (2 * beta)).square()
-    return -(1 - smoothing) * logsigmoid(beta * margin) - smoothing * logsigmoid(-beta * margin)
+        return (chosen - rejected - 1 / (2 * beta)).square()
+    margin = beta * (chosen - rejected) - target
+    return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+
+
+def _log_odds(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return log p - log(1 - p). At p = 1 up to rounding, p is the largest number below 1."""
+    below_one = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)
+    return below_one - torch.log(-torch.expm1(below_one))
 
 
 def reward_model_loss(outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:

@@ -11,6 +11,7 @@ from typing_extensions import override
 from pipeline.algorithms.advantages import is_truncated, make_sample, select_groups, shaped_rewards
 from pipeline.algorithms.ahead import problems, settings
 from pipeline.algorithms.algorithm import Needs, OnlineAlgorithm
+from pipeline.algorithms.sections import LossConfig
 from pipeline.recipe.problems import Problem
 
 if TYPE_CHECKING:
@@ -95,8 +96,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
         yield from self._check_loss()
         yield from self._check_truncation()
         yield from problems(self.recipe, self.name)
-        if self.recipe.loss_fn.use_cispo:
-            yield from self._check_cispo()
+        yield from self._check_surrogate()
         if self.recipe.loss_fn.force_on_policy_ratio:
             yield from self._check_on_policy()
         if self.recipe.loss_fn.use_generation_logprobs:
@@ -145,18 +145,29 @@ class RewardedAlgorithm(OnlineAlgorithm):
             message = "got true with loss_fn.reference_policy_kl_penalty=0; expected false, or a penalty above 0 to subtract"
             yield Problem("loss_fn.use_kl_in_reward", "has-no-effect", message)
 
-    def _check_cispo(self) -> Iterator[Problem]:
-        for name, required, reason in (
+    def _check_surrogate(self) -> Iterator[Problem]:
+        """Yield a problem for each key that contradicts CISPO's or SAPO's surrogate."""
+        loss = self.recipe.loss_fn
+        by_token = ("sequence_level_importance_ratios", False, "weighs every token by its own ratio")
+        required = {
+            "use_sapo": (by_token, ("token_level_loss", False, "is a mean over sequences"), ("use_cispo", False, "is another")),
+            "use_cispo": (by_token, ("token_level_loss", True, "is a mean over tokens")),
+        }
+        flag = next((flag for flag in required if getattr(loss, flag)), None)
+        always = (
             ("disable_ppo_ratio", False, "needs the ratio"),
             ("force_on_policy_ratio", False, "needs a ratio other than 1"),
-            ("sequence_level_importance_ratios", False, "weighs every token by its own ratio"),
             ("ratio_clip_c", None, "has no surrogate for a dual clip"),
-            ("token_level_loss", True, "is a mean over tokens"),
-        ):
-            if (value := getattr(self.recipe.loss_fn, name)) != required:
-                expected = "null" if required is None else str(required).lower()
-                message = f"got {str(value).lower()}; expected {expected} with loss_fn.use_cispo=true, which {reason}"
+        )
+        for name, expected, reason in (*always, *required[flag]) if flag else ():
+            if (value := getattr(loss, name)) != expected:
+                wanted = "null" if expected is None else str(expected).lower()
+                message = f"got {str(value).lower()}; expected {wanted} with loss_fn.{flag}=true, which {reason}"
                 yield Problem(f"loss_fn.{name}", "contradiction", message)
+        for name in ("sapo_temperature_positive", "sapo_temperature_negative"):
+            if not loss.use_sapo and (value := getattr(loss, name)) != getattr(LossConfig, name):
+                message = f"got {value} with loss_fn.use_sapo=false, which has no gate. Try loss_fn.use_sapo=true"
+                yield Problem(f"loss_fn.{name}", "has-no-effect", message)
 
     def _check_on_policy(self) -> Iterator[Problem]:
         key, remedy = "loss_fn.force_on_policy_ratio", "expected 1, since an update changes the policy that sampled. Try"

@@ -181,6 +181,12 @@ class LossConfig:
     Metrics of the mismatch compare the engines with the current policy."""
     use_cispo: Bool = False
     """CISPO's loss: clipped ratios, without a gradient, weight log pi."""
+    use_sapo: Bool = False
+    """SAPO's loss: a smooth gate on the ratio in place of the clip."""
+    sapo_temperature_positive: Annotated[Float, LIVE, Field(gt=0)] = 1.0
+    """SAPO: steepness of the gate where the advantage is positive."""
+    sapo_temperature_negative: Annotated[Float, LIVE, Field(gt=0)] = 1.05
+    """SAPO: steepness of the gate elsewhere."""
     sequence_level_importance_ratios: Bool = False
     """GSPO: use one ratio for a whole sequence. Needs token_level_loss=false."""
     token_level_loss: Bool = True

@@ -61,6 +61,10 @@ def _objective(
         weight = torch.tensor(np.clip(torch.exp(now - old).detach().numpy(), low, high))
         return weight * advantage * now
     ratio = torch.exp(now - old)
+    if config.use_sapo:
+        taus = torch.tensor([config.sapo_temperature_negative, config.sapo_temperature_positive], dtype=torch.float64)
+        tau = taus[(advantage > 0).long()]
+        return 4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
     if config.sequence_level_importance_ratios:
         whole = torch.prod(torch.where(mask == 1, ratio, 1.0), 1, keepdim=True) ** (1 / lengths)
         ratio = whole.detach() * torch.exp(now) / torch.exp(now.detach())  # GSPO-token's

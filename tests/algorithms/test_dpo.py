@@ -23,6 +23,14 @@ CONFIGS = {
     "ipo": DPOConfig(preference_loss="ipo", reference_policy_kl_penalty=0.2, sft_average_log_probs=False),
     "per token": DPOConfig(preference_average_log_probs=True, sft_average_log_probs=True, sft_loss_weight=0.3),
     "SFT term": DPOConfig(sft_loss_weight=0.5, preference_loss_weight=0.7, sft_average_log_probs=False),
+    "SimPO": DPOConfig(
+        reference_policy_kl_penalty=2.0,
+        target_margin=0.5,
+        reference_free=True,
+        preference_average_log_probs=True,
+        sft_average_log_probs=False,
+    ),
+    "ORPO": DPOConfig(preference_loss="orpo", preference_loss_weight=0.1, sft_loss_weight=1.0, sft_average_log_probs=True),
     "reference-free": DPOConfig(reference_free=True, label_smoothing=0.2, sft_average_log_probs=False),
 }
 LENGTHS = (7, 4, 3, 9, 5, 5, 2, 8)  # chosen, rejected, chosen, rejected ...
@@ -37,14 +45,18 @@ def reference_loss(config: DPOConfig, logprobs: torch.Tensor, reference: torch.T
     for i in range(pairs):
         h = []
         for row in (i, i + pairs):
-            ratio = policy_sums[row] - (0 if config.reference_free else reference_sums[row])
-            per_token = config.preference_average_log_probs or config.preference_loss == "ipo"
+            free = config.reference_free or config.preference_loss == "orpo"
+            ratio = policy_sums[row] - (0 if free else reference_sums[row])
+            per_token = config.preference_average_log_probs or config.preference_loss in ("ipo", "orpo")
             h.append(ratio / lengths[row] if per_token else ratio)
         beta, epsilon = config.reference_policy_kl_penalty, config.label_smoothing
         if config.preference_loss == "ipo":
             preference = (h[0] - h[1] - 0.5 / beta) ** 2
+        elif config.preference_loss == "orpo":
+            odds = [torch.exp(x) / (1 - torch.exp(x)) for x in h]
+            preference = torch.log(1 + odds[1] / odds[0])
         else:
-            right = 1 / (1 + torch.exp(-beta * (h[0] - h[1])))
+            right = 1 / (1 + torch.exp(config.target_margin - beta * (h[0] - h[1])))
             preference = -(1 - epsilon) * torch.log(right) - epsilon * torch.log(1 - right)
         sft = -policy_sums[i] / (lengths[i] if config.sft_average_log_probs else 1)
         losses.append(config.preference_loss_weight * preference + config.sft_loss_weight * sft)
@@ -68,7 +80,7 @@ def largest_differences() -> dict[str, tuple[int, float, float]]:
 
 def test_against_the_reference():
     differences = largest_differences()
-    assert len(differences) == 7
+    assert len(differences) == len(CONFIGS) == 9
     for name, (cases, loss, gradient) in differences.items():
         assert cases == 10 and loss < 1e-12 and gradient < 1e-12, name
 

@@ -52,6 +52,10 @@ CONFIGS = {
     "GSPO, icepop": weighed("icepop", 1.5, 0.5, **SEQUENCES),
     "CISPO, the paper's": LossConfig(use_cispo=True, ratio_clip_min=1.0, ratio_clip_max=0.5),
     "CISPO, both bounds, tis": weighed("tis", 2.0, use_cispo=True),
+    "SAPO": LossConfig(use_sapo=True, token_level_loss=False),
+    "SAPO, other temperatures, tis": weighed(
+        "tis", 2.0, use_sapo=True, token_level_loss=False, sapo_temperature_positive=3.0, sapo_temperature_negative=0.5
+    ),
     "KL k3, the estimate's gradient": LossConfig(reference_policy_kl_penalty=0.3, reference_policy_kl_gradient="estimate"),
     "RLOO, by token": LossConfig(disable_ppo_ratio=True),
     "RLOO, by sequence, KL": LossConfig(disable_ppo_ratio=True, token_level_loss=False, reference_policy_kl_penalty=0.1),
@@ -298,6 +302,15 @@ def test_cispos_loss_and_gradient_by_hand():
     assert out.loss.item() == pytest.approx(-sum(weights) * math.log(0.5) / 4)
     assert gradient_of(out.loss, packed).tolist() == pytest.approx([0.0] + [-weight / 4 for weight in weights])
     assert out.metrics["clip_fraction"] == 0.75
+
+
+def test_sapo_of_equal_policies_has_the_gradient_of_reinforce():
+    packed = random_sampled(2, old=False)
+    by_sequence = {"token_level_loss": False}
+    one = policy_loss(LossConfig(use_sapo=True, **by_sequence), outputs_of(packed), packed.batch, packed.counts)
+    other = policy_loss(LossConfig(disable_ppo_ratio=True, **by_sequence), outputs_of(packed), packed.batch, packed.counts)
+    torch.testing.assert_close(gradient_of(one.loss, packed), gradient_of(other.loss, packed), rtol=1e-12, atol=0)
+    assert one.metrics["clip_fraction"] == 0
 
 
 def test_cispo_of_equal_policies_equals_reinforce():

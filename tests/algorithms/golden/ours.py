@@ -49,8 +49,8 @@ def of_policy(golden: Golden) -> Found:
     `reference_policy_logprobs`. `global_valid_seqs` is the sum of `sample_mask`, `global_valid_toks` that of
     `token_mask[:, 1:] * sample_mask`.
 
-    verl: `compute_policy_loss_vanilla`, `_gspo` and `_cispo` with `theirs` as the configuration and `loss_agg_mode`, and
-    columns from 1 on. A GSPO case has one advantage for each sequence. The entropy bonus is `agg_loss` of minus the log-probs.
+    verl: `compute_policy_loss_vanilla`, `_gspo`, `_cispo` and `_sapo` with `theirs` as the configuration and
+    `loss_agg_mode`, and columns from 1 on. A GSPO case has one advantage for each sequence. The entropy bonus is `agg_loss` of minus the log-probs.
     """
     rows = Rows(golden.inputs)
     leaf = rows.leaf("logprobs")
@@ -81,7 +81,9 @@ def dpo(golden: Golden) -> Found:
     rejected, chosen, rejected and so on.
 
     TRL: `DPOTrainer._compute_loss` with a model that returns the given logits, and all chosen rows first, as its collator
-    orders them. Conservative DPO is `aot_unpaired` on a single pair, where there is nothing to sort.
+    orders them. Conservative DPO is `aot_unpaired` on a single pair, where there is nothing to sort. SimPO and ORPO are of
+    `CPOTrainer` and `ORPOTrainer` in `trl/experimental`: `get_batch_logps` with `average_log_prob=True` and labels of -100
+    where the mask is 0, then the trainer's loss; of ORPO, the term of the odds alone.
     """
     rows = Rows(golden.inputs)
     config = DPOConfig(**({"sft_average_log_probs": False} | golden.arguments))
