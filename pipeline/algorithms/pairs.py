@@ -17,11 +17,11 @@ def preference_loss(
 ) -> torch.Tensor:
     """Return L of the answers' h = log pi(y) - log pi_ref(y), `[S/2]` each, with m = beta (h_c - h_r) - target.
 
-    sigmoid   - (1 - e) log sigma(m) - e log sigma(-m)    DPO, https://arxiv.org/abs/2305.18290 eq. 7
-                                                          e = smoothing: conservative DPO, https://ericmitchell.ai/cdpo.pdf eq. 3
-                                                          target > 0: SimPO, https://arxiv.org/abs/2405.14734 eq. 6
-    ipo       (h_c - h_r - 1 / (2 beta))^2                IPO, https://arxiv.org/abs/2310.12036 eq. 17
-    orpo      - log sigma(o_c - o_r)                      ORPO, https://arxiv.org/abs/2403.07691 eq. 7
+    sigmoid   - (1 - e) log sigma(m) - e log sigma(-m)   DPO, https://arxiv.org/abs/2305.18290 eq. 7
+                                                         e = smoothing: conservative DPO, https://ericmitchell.ai/cdpo.pdf eq. 3
+                                                         target > 0: SimPO, https://arxiv.org/abs/2405.14734 eq. 6
+    ipo       (h_c - h_r - 1 / (2 beta))^2               IPO, https://arxiv.org/abs/2310.12036 eq. 17
+    orpo      - log sigma(o_c - o_r)                     ORPO, https://arxiv.org/abs/2403.07691 eq. 7
                   o = h - log(1 - exp h): the log odds of an answer, with h = log pi(y) per token
     """
     if kind == "orpo":

@@ -50,7 +50,8 @@ def of_policy(golden: Golden) -> Found:
     `token_mask[:, 1:] * sample_mask`.
 
     verl: `compute_policy_loss_vanilla`, `_gspo`, `_cispo` and `_sapo` with `theirs` as the configuration and
-    `loss_agg_mode`, and columns from 1 on. A GSPO case has one advantage for each sequence. The entropy bonus is `agg_loss` of minus the log-probs.
+    `loss_agg_mode`, and columns from 1 on. A GSPO case has one advantage for each sequence. The entropy bonus is `agg_loss` of
+    minus the log-probs.
     """
     rows = Rows(golden.inputs)
     leaf = rows.leaf("logprobs")
