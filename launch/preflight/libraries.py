@@ -129,14 +129,8 @@ def _unknown(key: str, names: Iterable[str], valid_names: Iterable[str], owner: 
     valid_names = sorted(valid_names)
     for name in names:
         if name not in valid_names:
-            equivalents = [
-                key_name.rpartition(".")[2]
-                for key_name in aliases.equivalents(name, None, lambda key_name: not key_name.startswith(key))
-            ]
-            near = [key_name for key_name in equivalents if key_name in valid_names] or difflib.get_close_matches(
-                name, valid_names, 1
-            )
-            hint = f". Did you mean '{near[0]}'?" if near else ". Leave it out"
+            near = aliases.option(name, valid_names)
+            hint = f". Did you mean '{near}'?" if near else ". Leave it out"
             yield Problem(f"{key}.{name}", "unknown-key", f"{owner} has no such option{hint}")
 
 

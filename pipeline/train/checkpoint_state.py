@@ -29,9 +29,16 @@ def schedule_steps(record: dict[str, Any]) -> int:
 
 
 def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the options that all parameter groups share, as JSON values: tuples become lists."""
-    group = optimizer.param_groups[0]
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in group.items() if name != "params"}
+    """Return the options of the parameter groups, as JSON values: tuples become lists.
+
+    If not all groups share their options, those of the first, and under `other_groups` those of the others.
+    """
+    groups = [
+        {name: list(value) if isinstance(value, tuple) else value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    first, *others = [group for number, group in enumerate(groups) if group not in groups[:number]]
+    return first | ({"other_groups": others} if others else {})
 
 
 def stored_name(name: str, state: str = "") -> str:
