@@ -173,9 +173,10 @@ def option(name: str, options: Iterable[str]) -> str | None:
     options = list(options)
     ends = {alias: [key.rpartition(".")[2] for key in keys] for alias, keys in ALIASES.items()}
     meanings = {alias: next((end for end in known if end in options), None) for alias, known in ends.items()}
-    meanings = {alias: end for alias, end in meanings.items() if end} | {one: one for one in options}
-    near = difflib.get_close_matches(name, meanings, 1)
-    return meanings[near[0]] if near else None
+    meanings = {alias: end for alias, end in meanings.items() if end}
+    if near := difflib.get_close_matches(name, meanings, 1, 0.85):
+        return meanings[near[0]]
+    return next(iter(difflib.get_close_matches(name, options, 1)), None)
 
 
 def _in_section(key: str, algorithm: str) -> str:

@@ -68,8 +68,11 @@ def optimizer_entries(
         for key, value in state.items():
             if value is None:
                 continue
-            if not isinstance(value, torch.Tensor) or (value.shape != parameter.shape and value.dim()):
-                message = f"the state '{key}' of {type(optimizer).__name__} is neither shaped like the parameter nor a scalar"
+            if not _is_plain(value) or (value.shape != parameter.shape and value.dim()):
+                message = (
+                    f"the state '{key}' of {type(optimizer).__name__} is neither a tensor shaped like the parameter nor a"
+                    " scalar, so checkpoints cannot store it. Try torch.optim.AdamW"
+                )
                 raise RecipeError(Problem("policy.optimizer.name", "unsupported", message))
             if parameter not in pieces:
                 continue
@@ -77,6 +80,11 @@ def optimizer_entries(
                 yield from entries(local(value), restrict(pieces[parameter], local_box(value)), shapes, key)
             else:
                 yield stored_name(pieces[parameter][0].name, key), (), whole(()), value
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor of plain numbers, whole or sharded; not, for example, a quantized state."""
+    return isinstance(value, torch.Tensor) and type(local(value)) in (torch.Tensor, torch.nn.Parameter)
 
 
 def load_optimizer(

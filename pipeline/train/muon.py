@@ -17,6 +17,7 @@ Replicas of the weights (HSDP) orthogonalize the same matrices, so that nothing 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,10 +94,7 @@ def _boxes(of: Box, pieces: Iterable[Piece]) -> list[Box]:
     names = Counter(piece.name for piece in pieces)
     parts = [piece.target for piece in pieces] if names and max(names.values()) == 1 else [of]
     return [
-        Box(
-            (*(o + i for o, i in zip(part.offset, index, strict=False)), *part.offset[-2:]),
-            (*(1 for _ in index), *part.size[-2:]),
-        )
+        Box((*map(operator.add, part.offset, index), *part.offset[-2:]), (*(1 for _ in index), *part.size[-2:]))
         for part in parts
         for index in itertools.product(*map(range, part.size[:-2]))
     ]
@@ -222,8 +220,10 @@ class DistributedMuon(torch.optim.Optimizer):
             self._step_round(tasks, group)
 
     def _step_round(self, tasks: Sequence[_Task], group: dict[str, Any]) -> None:
-        """Gather the matrices of a round at their owners, orthogonalize them there, and apply each rank's part of the result."""
-        rank, size = dist.get_rank(), dist.get_world_size()
+        """Gather the matrices of a round at their owners, orthogonalize them there, and apply each rank's part."""
+        component = dist.group.WORLD
+        assert component is not None  # otherwise no matrix has several holders
+        rank, size = component.rank(), component.size()
         held = [task for task in tasks if rank in task.parts]
         owned = [task for task in tasks if task.owner == rank]
         here, there = [0] * size, [0] * size  # elements to and from the owner of each rank's parts, elements of owned matrices
@@ -234,7 +234,7 @@ class DistributedMuon(torch.optim.Optimizer):
                 there[other] += part.numel
         by_owner = sorted(held, key=lambda task: task.owner)  # stable: each owner's tasks keep their order
         sent = [self._update(task, task.parts[rank], group).flatten() for task in by_owner]
-        gathered = exchange(self._joined(sent), dist.group.WORLD, here, there).split(there)
+        gathered = exchange(self._joined(sent), component, here, there).split(there)
         taken = [0] * size
         results: list[list[torch.Tensor]] = [[] for _ in range(size)]
         for task in owned:
@@ -246,7 +246,7 @@ class DistributedMuon(torch.optim.Optimizer):
             result = _orthogonal(task, momentum, group)
             for other, part in task.parts.items():
                 results[other].append(result[part.within(task.matrix.box)].flatten())
-        returned = exchange(self._joined(list(itertools.chain(*results))), dist.group.WORLD, there, here)
+        returned = exchange(self._joined(list(itertools.chain(*results))), component, there, here)
         sizes = [task.parts[rank].numel for task in by_owner]
         for task, entries in zip(by_owner, returned.split(sizes), strict=True):
             part = task.parts[rank]

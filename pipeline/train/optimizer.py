@@ -43,15 +43,21 @@ def build_optimizer(
     what torch.optim.Muon updates; None: every parameter of two dimensions. device: where Muon computes; None: where the
     parameters are. Raises RecipeError if policy.optimizer.name or policy.optimizer.kwargs cannot be used.
     """
-    cls = _resolve(f"{KEY}.name", config.name, torch.optim.Optimizer, "torch.optim.AdamW")
+    cls = resolve_optimizer(config)
     kwargs = {name: tuple(value) if isinstance(value, list) else value for name, value in config.kwargs.items()}
     parameters = list(parameters)
     if cls is torch.optim.Muon:
         if matrices is None:
             matrices = {p: [Matrix(whole(tuple(p.shape)))] for p in parameters if p.dim() == 2}
         return _build_muon(kwargs, parameters, matrices, device)
+    _check_names(f"{KEY}.kwargs", cls, kwargs)
     fused = _fused(cls, parameters, kwargs)
-    return _construct(f"{KEY}.kwargs", cls, kwargs, lambda options: cls(_groups(parameters), **options, **fused))
+    return construct(f"{KEY}.kwargs", cls, kwargs, lambda options: cls(_groups(parameters), **options, **fused))
+
+
+def resolve_optimizer(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    """Return the optimizer's class. Raises RecipeError if there is none."""
+    return _resolve(f"{KEY}.name", config.name, torch.optim.Optimizer, "torch.optim.AdamW")
 
 
 def _build_muon(
@@ -66,8 +72,10 @@ def _build_muon(
     shared = {name: kwargs[name] for name in SHARED if name in kwargs}
     others = [parameter for parameter in parameters if parameter not in matrices]
     stand_in = [torch.zeros(1, 1)]
-    _construct(key, torch.optim.Muon, kwargs, lambda options: torch.optim.Muon(stand_in, **options))
-    _construct(f"{key}.adamw", torch.optim.AdamW, adamw, lambda options: torch.optim.AdamW(stand_in, **options))
+    _check_names(key, torch.optim.Muon, kwargs)
+    _check_names(f"{key}.adamw", torch.optim.AdamW, adamw)
+    construct(key, torch.optim.Muon, kwargs, lambda options: torch.optim.Muon(stand_in, **options))
+    construct(f"{key}.adamw", torch.optim.AdamW, adamw, lambda options: torch.optim.AdamW(stand_in, **options))
     adamw = {**shared, **adamw, **_fused(torch.optim.AdamW, others, adamw)}
     return DistributedMuon(matrices, _groups(others), kwargs, adamw, device)
 
@@ -88,16 +96,11 @@ def _fused(cls: type, parameters: Iterable[nn.Parameter], kwargs: dict[str, Any]
     return {"fused": True} if has_kernel and not chosen else {}
 
 
-def _construct(
+def construct(
     key: str, cls: type, kwargs: dict[str, Any], build: Callable[[dict[str, Any]], torch.optim.Optimizer]
 ) -> torch.optim.Optimizer:
     """Return build(kwargs). Raises RecipeError, which names the option at fault: the one without which `build` succeeds."""
     name, parameters = f"{cls.__module__}.{cls.__qualname__}", inspect.signature(cls).parameters
-    for option in kwargs:
-        if option not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-            near = aliases.option(option, parameters)
-            hint = f"Did you mean '{near}'?" if near else "Leave it out"
-            raise RecipeError(Problem(f"{key}.{option}", "unknown-key", f"{name} has no such option. {hint}"))
     try:
         return build(kwargs)
     except Exception as error:
@@ -105,8 +108,22 @@ def _construct(
         got = kwargs if wrong is None else f"{kwargs[wrong]!r}"
         where = f"{key}.{wrong}" if wrong is not None else key
         default = "" if wrong is None else f". Its default is {parameters[wrong].default!r}" * (wrong in parameters)
-        message = f"got {got}, which {name} does not take: {type(error).__name__}: {error}{default}"
+        message = (
+            f"got {got}, which {name} does not take: {type(error).__name__}: {' '.join(str(error).split())[:300]}{default}"
+        )
         raise RecipeError(Problem(where, "unsupported", message)) from error
+
+
+def _check_names(key: str, cls: type, kwargs: dict[str, Any]) -> None:
+    """Raise RecipeError for options that a class does not have."""
+    parameters = inspect.signature(cls).parameters
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for option in kwargs:
+            if option not in parameters:
+                near = aliases.option(option, parameters)
+                hint = f"Did you mean '{near}'?" if near else "Leave it out"
+                message = f"{cls.__module__}.{cls.__qualname__} has no such option. {hint}"
+                raise RecipeError(Problem(f"{key}.{option}", "unknown-key", message))
 
 
 def _succeeds(build: Callable[[dict[str, Any]], object], kwargs: dict[str, Any], without: str) -> bool:
@@ -186,9 +203,10 @@ def _resolve(key: str, name: Any, base: type, example: str) -> type:
     """Return the class of a dotted name. Raises RecipeError for `key` if there is none, or if it is no subclass of `base`."""
     try:
         cls = user_code.load(str(name))
-    except (ImportError, ValueError):
-        message = f"got {name}, which cannot be imported; expected a class such as {example}"
-        raise RecipeError(Problem(key, "not-importable", message)) from None
+    except Exception as error:  # code of a library or a user
+        why = f"{type(error).__name__}: {error}"
+        message = f"got {name}, which cannot be imported ({why}); expected a class such as {example}"
+        raise RecipeError(Problem(key, "not-importable", message)) from error
     if not isinstance(cls, type) or not issubclass(cls, base):
         message = f"got {name}; expected a subclass of {base.__name__}, such as {example}"
         raise RecipeError(Problem(key, "wrong-type", message))

@@ -66,7 +66,7 @@ def test_every_optimizer_of_torch_trains_or_is_refused_before_submission(name, r
     """It steps a matrix and a vector that FSDP2 holds as DTensors, and a checkpoint stores its state."""
     dotted = f"torch.optim.{name}"
     refused_why = list(libraries._torch_class("policy.optimizer", dotted, {"lr": 0.1}, "params", "torch.optim.AdamW"))
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     weights = [torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)])) for shape in ((4, 3), (3,))]
     pieces = {weight: [Piece(f"w{i}", whole(weight.shape), whole(weight.shape))] for i, weight in enumerate(weights)}
     shapes = {f"w{i}": tuple(weight.shape) for i, weight in enumerate(weights)}
@@ -119,8 +119,15 @@ def test_advancing_equals_taking_the_steps(config):
         ("torch.optim.AdamWW", {}, "policy.optimizer.name", "not-importable"),
         ("AdamW", {}, "policy.optimizer.name", "not-importable"),
         ("torch.nn.Linear", {}, "policy.optimizer.name", "wrong-type"),
-        ("torch.optim.AdamW", {"learning_rate": 1}, "policy.optimizer.kwargs", "unsupported"),
-        ("torch.optim.AdamW", {"lr": -1.0}, "policy.optimizer.kwargs", "unsupported"),
+        ("torch.optim.AdamW", {"learning_rat": 1}, "policy.optimizer.kwargs.learning_rat", "unknown-key"),
+        ("torch.optim.AdamW", {"lr": -1.0}, "policy.optimizer.kwargs.lr", "unsupported"),
+        ("torch.optim.AdamW", {"lr": 1.0, "betas": 0.9}, "policy.optimizer.kwargs.betas", "unsupported"),
+        ("torch.optim.AdamW", {"lr": -1.0, "eps": -1.0}, "policy.optimizer.kwargs", "unsupported"),
+        ("torch.optim.Muon", {"lr": 1.0, "adjust_lr_fn": "spectral"}, "policy.optimizer.kwargs.adjust_lr_fn", "unsupported"),
+        ("torch.optim.Muon", {"betas": [0.9, 0.95]}, "policy.optimizer.kwargs.betas", "unknown-key"),
+        ("torch.optim.Muon", {"adamw": {"betas": 0.9}}, "policy.optimizer.kwargs.adamw.betas", "unsupported"),
+        ("torch.optim.Muon", {"adamw": {"momentum": 0.9}}, "policy.optimizer.kwargs.adamw.momentum", "unknown-key"),
+        ("torch.optim.Muon", {"adamw": 0.9}, "policy.optimizer.kwargs.adamw", "wrong-type"),
     ],
 )
 def test_wrong_optimizers_are_named(name, kwargs, key, code):
