@@ -30,7 +30,7 @@ from launch.plan.memory_parts import (
 )
 from launch.plan.rank_division import Parallelism, engines, train_parallelism
 from launch.plan.rank_memory import RankMemory, of_stages
-from launch.preflight.optimizer_trial import optimizers
+from launch.preflight.tried_optimizers import optimizers
 from pipeline.config import (
     PRECISIONS,
     Recipe,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launch.preflight.optimizer_trial import optimizers, try_on_this_machine
+from launch.preflight.tried_optimizers import optimizers, try_on_this_machine
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import PRECISIONS, OptimizerConfig, PolicyConfig, Recipe
@@ -39,7 +39,7 @@ TEACHER_BYTES = 8 + 4  # for each of the teacher's K tokens at each position: to
 
 
 ADAM_BYTES = (8.0, 8.0)
-"""Bytes of Adam's two float32 moments per element of (matrices, other parameters)."""
+"""Bytes per element of (matrices, other parameters): the two float32 moments of `optim.AdamW`."""
 
 
 @dataclass(frozen=True)

@@ -295,8 +295,10 @@ def _parameters(name: str, folders: Sequence[Path]) -> Mapping[str, Parameter] |
             signature = signatures.signature(name, tuple(folders))
         except signatures.NoSuchClass:
             return False
-        parameters = signature.parameters.values() if signature else None
-        return parameters and [(p.name, p.kind.value, None if p.default is p.empty else p.default[:]) for p in parameters]
+        if signature is None:
+            return None
+        parameters = signature.parameters.values()
+        return [(p.name, p.kind.value, None if p.default is p.empty else str(p.default)) for p in parameters]
 
     try:
         rows = bounded.call(read)

@@ -24,10 +24,10 @@ from launch.preflight import (
     input_files,
     installed,
     libraries,
-    optimizer_trial,
     slurm_cluster,
     slurm_job,
     slurm_request,
+    tried_optimizers,
     user_imports,
 )
 from launch.preflight import current_allocation as allocated
@@ -150,7 +150,7 @@ def _examine(
         if not problems:
             layout = list(architecture.against_layout(recipe, pending))
             plans = not layout and (wants_plan or plan_from or config.has_gpus(recipe))
-            layout += optimizer_trial.problems(recipe, notes) if plans else ()
+            layout += tried_optimizers.problems(recipe, notes) if plans else ()
             planned, no_plan = _plan(recipe, choice, plan_from, pending, notes, dry) if plans and not layout else (None, ())
             problems += [*layout, *(planned.problems() if planned else ())]
             prepared = Prepared(recipe, choice, executor, planned, notes, loaded.inherited, no_plan, loaded.from_environment)

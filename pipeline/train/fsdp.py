@@ -36,7 +36,7 @@ from pipeline.train.context_parallel import localize
 from pipeline.train.fsdp_mesh import Layout, Meshes
 from pipeline.train.fsdp_model import PackedModel, build
 from pipeline.train.gradients import Gradients, LossScale
-from pipeline.train.muon import find_matrices
+from pipeline.train.matrices import find_matrices
 from pipeline.train.offload import Offload
 from pipeline.train.optimizer import LRSchedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs

@@ -7,19 +7,14 @@ have about equal work. The other steps are elementwise, and each rank computes t
 torch.optim.Muon's for the whole matrix, to the last bit: its iterations begin with a cast to bfloat16, so the momentum travels
 in bfloat16 without a further rounding.
 
-A matrix is what a linear layer, a router or an adapter stores on disk. A stack of experts in one parameter is one matrix per
-expert and layer, so `gate_up_proj` is two matrices if the files have `gate_proj` and `up_proj`. Embeddings, heads,
-convolutions, norms, biases and other vectors are AdamW's.
-
 Replicas of the weights (HSDP) orthogonalize the same matrices, so that nothing travels between replicas.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +23,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
-from torch.nn.modules.conv import _ConvNd
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz  # torch has no public names for them
-from transformers import PreTrainedModel
 from typing_extensions import override
 
-from pipeline.boxes import Box, Piece, whole
-from pipeline.models.family import SCORE
-from pipeline.train.adapters.adapted_experts import expert_parameters
+from pipeline.boxes import Box
 from pipeline.train.context_parallel import exchange
 from pipeline.train.shards import local, local_box
 
@@ -67,44 +58,11 @@ MARK = "orthogonalizes"
 """Key of the parameter group of matrices."""
 
 
-def find_matrices(
-    hf: PreTrainedModel, trained: Mapping[str, nn.Parameter], layout: Mapping[str, Sequence[Piece]]
-) -> dict[nn.Parameter, list[Matrix]]:
-    """Return the matrices of each trained parameter that Muon updates.
-
-    trained: {name: parameter} of `hf`. layout: {name: its pieces of tensors on disk}.
-    """
-    experts, matrices = expert_parameters(hf), {}
-    heads = [module for module in (hf.get_input_embeddings(), hf.get_output_embeddings()) if module is not None]
-    for name, parameter in trained.items():
-        path, _, leaf = name.rpartition(".")
-        owner = hf.get_submodule(path)
-        if name == SCORE or owner in heads or isinstance(owner, nn.Embedding | _ConvNd):
-            continue
-        if parameter.dim() == 3 or (parameter.dim() == 2 and leaf == "weight"):  # others: biases of experts, A of state spaces
-            transposed = name in experts and experts[name].transposed and not leaf.startswith("lora_")
-            matrices[parameter] = [
-                Matrix(box, transposed) for box in _boxes(whole(tuple(parameter.shape)), layout.get(name, ()))
-            ]
-    return matrices
-
-
-def _boxes(of: Box, pieces: Iterable[Piece]) -> list[Box]:
-    """Return the boxes of matrices in a parameter: of its tensors on disk, if it consists of whole ones, cut by experts."""
-    names = Counter(piece.name for piece in pieces)
-    parts = [piece.target for piece in pieces] if names and max(names.values()) == 1 else [of]
-    return [
-        Box((*map(operator.add, part.offset, index), *part.offset[-2:]), (*(1 for _ in index), *part.size[-2:]))
-        for part in parts
-        for index in itertools.product(*map(range, part.size[:-2]))
-    ]
-
-
 # ---- which rank orthogonalizes what -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _MatrixTask:
     """A matrix, and the ranks of a replica that hold parts of it."""
 
     parameter: nn.Parameter
@@ -127,33 +85,33 @@ def _holders(parameter: nn.Parameter, rank: int) -> dict[int, Box]:
     }
 
 
-def plan_rounds(matrices: Matrices, rank: int) -> list[list[_Task]]:
+def plan_rounds(matrices: Matrices, rank: int) -> list[list[_MatrixTask]]:
     """Return rounds of tasks in which this rank may take part; the first needs no communication.
 
     All ranks that hold a matrix plan it alike, and all ranks of the component have the same number of rounds, since the same
     parameters are cut in the same way in every replica and on every tensor-parallel rank.
     """
-    alone: list[_Task] = []
+    alone: list[_MatrixTask] = []
     shared: dict[tuple[int, ...], list[tuple[nn.Parameter, Matrix, dict[int, Box]]]] = defaultdict(list)
     for parameter, of_parameter in matrices.items():
         holders = _holders(parameter, rank)
         for matrix in of_parameter:
             parts = {other: part for other, box in holders.items() if (part := box.intersect(matrix.box)) is not None}
             if len(parts) == 1:
-                alone += [_Task(parameter, matrix, parts, rank)] if rank in parts else []
+                alone += [_MatrixTask(parameter, matrix, parts, rank)] if rank in parts else []
             else:
                 shared[tuple(holders)].append((parameter, matrix, parts))
     rounds = [alone]
     for of_mesh in shared.values():
         work: Counter[int] = Counter()
-        of_owners: dict[int, list[list[_Task]]] = defaultdict(list)
+        of_owners: dict[int, list[list[_MatrixTask]]] = defaultdict(list)
         for parameter, matrix, parts in sorted(of_mesh, key=lambda item: -item[1].work):  # stable: alike on all ranks
             owner = min(parts, key=lambda other: (work[other], other))
             work[owner] += matrix.work
             own = of_owners[owner]
             if not own or sum(task.matrix.box.numel for task in own[-1]) + matrix.box.numel > ROUND:
                 own.append([])
-            own[-1].append(_Task(parameter, matrix, parts, owner))
+            own[-1].append(_MatrixTask(parameter, matrix, parts, owner))
         rounds += [list(itertools.chain(*tasks)) for tasks in itertools.zip_longest(*of_owners.values(), fillvalue=())]
     return rounds
 
@@ -182,7 +140,7 @@ class DistributedMuon(torch.optim.Optimizer):
         checked = torch.optim.Muon([torch.zeros(1, 1)], **options)
         self._adamw = torch.optim.AdamW(others or [torch.zeros(1)], **adamw)
         self._matrices, self._device = matrices, device
-        self._rounds: list[list[_Task]] | None = None
+        self._rounds: list[list[_MatrixTask]] | None = None
         of_muon = {"params": list(matrices), **checked.defaults, MARK: True}
         groups = [*([of_muon] if matrices else ()), *(self._adamw.param_groups if others else ())]
         super().__init__(groups, {})
@@ -219,7 +177,7 @@ class DistributedMuon(torch.optim.Optimizer):
         for tasks in shared:
             self._step_round(tasks, group)
 
-    def _step_round(self, tasks: Sequence[_Task], group: dict[str, Any]) -> None:
+    def _step_round(self, tasks: Sequence[_MatrixTask], group: dict[str, Any]) -> None:
         """Gather the matrices of a round at their owners, orthogonalize them there, and apply each rank's part."""
         component = dist.group.WORLD
         assert component is not None  # otherwise no matrix has several holders
@@ -255,7 +213,7 @@ class DistributedMuon(torch.optim.Optimizer):
     def _joined(self, flat: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(flat) if flat else torch.empty(0, dtype=torch.bfloat16, device=self._device)
 
-    def _update(self, task: _Task, part: Box, group: dict[str, Any]) -> torch.Tensor:
+    def _update(self, task: _MatrixTask, part: Box, group: dict[str, Any]) -> torch.Tensor:
         """Return the momentum of this rank's part of a matrix before orthogonalization, in bfloat16 on the device."""
         parameter = task.parameter
         if parameter.grad is None:
@@ -265,7 +223,7 @@ class DistributedMuon(torch.optim.Optimizer):
         update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         return update.bfloat16().to(self._device or update.device)
 
-    def _apply(self, task: _Task, part: Box, orthogonal: torch.Tensor, group: dict[str, Any]) -> None:
+    def _apply(self, task: _MatrixTask, part: Box, orthogonal: torch.Tensor, group: dict[str, Any]) -> None:
         """Subtract this rank's part of an orthogonalized matrix, times the rate."""
         parameter = task.parameter
         if parameter.grad is not None:
@@ -274,7 +232,7 @@ class DistributedMuon(torch.optim.Optimizer):
             target.add_(orthogonal.to(target.device), alpha=-rate)
 
 
-def _orthogonal(task: _Task, momentum: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+def _orthogonal(task: _MatrixTask, momentum: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     """Return a whole matrix orthogonalized, in the shape of its box. momentum: is overwritten."""
     matrix = momentum.view(task.matrix.box.size[-2:])
     result = _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])

@@ -1,8 +1,8 @@
 """Try an optimizer on small tensors, before weights are loaded, and in plans before a job.
 
-`python -m pipeline.train.optimizer_trial REPLY` reads {folders, sharded, optimizers: {key: [name, kwargs]}} as JSON from stdin,
-and writes key -> {problems: [[key, code, message]], bytes: [bytes of a matrix, of other parameters]} as JSON into the file
-REPLY. It imports the optimizers' modules, which may be a user's.
+`python -m pipeline.train.optimizer_trial REPLY` reads {folders, sharded, gpus, name, kwargs} as JSON from stdin, and writes
+{device, problems: [[key, code, message]], bytes: [of a matrix, of other parameters] per element} as JSON into the file REPLY.
+It imports the optimizer's module, which may be a user's.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def try_optimizer(
         what = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
         message = f"got {config.name}, which cannot update the model's parameters: {what}. Try torch.optim.AdamW"
         raise RecipeError(Problem(f"{KEY}.name", "unsupported", message)) from cause
-    pieces = {p: [Piece(f"w{i}", whole(tuple(p.shape)), whole(tuple(p.shape)))] for i, p in enumerate(parameters)}
+    pieces: dict[torch.Tensor, list[Piece]] = {
+        p: [Piece(f"w{i}", whole(tuple(p.shape)), whole(tuple(p.shape)))] for i, p in enumerate(parameters)
+    }
     list(optimizer_entries(optimizer, pieces, {f"w{i}": tuple(p.shape) for i, p in enumerate(parameters)}))
     of_matrices, of_vectors = ([p for p in parameters if (p.dim() > 1) == matrices] for matrices in (True, False))
     return _bytes(optimizer, of_matrices), _bytes(optimizer, of_vectors)
@@ -90,33 +92,34 @@ def _bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
     return sum(tensor.nbytes for tensor in held) / max(1, sum(math.prod(local(p).shape) for p in parameters))
 
 
-def in_world_of_one(config: OptimizerConfig, sharded: bool) -> tuple[float, float]:
+def in_world_of_one(config: OptimizerConfig, sharded: bool, device: str = "cpu") -> tuple[float, float]:
     """Try the optimizer on a matrix and a vector in this process, and return the result of `try_optimizer`.
 
     sharded: on DTensors, which needs a process without a process group.
     """
-    tensors = [torch.ones(SIZE, SIZE), torch.ones(SIZE)]
+    tensors = [torch.ones(SIZE, SIZE, device=device), torch.ones(SIZE, device=device)]
     if not sharded:
         return try_optimizer(config, [nn.Parameter(tensor) for tensor in tensors])
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(device, (1,), mesh_dim_names=("shard",))
         return try_optimizer(config, [nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)])) for tensor in tensors])
     finally:
         dist.destroy_process_group()
 
 
 def main(reply: str) -> None:
-    """Try every optimizer of the request on stdin, and write the reply."""
-    request, replies = json.load(sys.stdin), {}
+    """Try the optimizer of the request on stdin, and write the reply."""
+    request = json.load(sys.stdin)
     user_code.search_in(request["folders"])
-    for key, (name, kwargs) in request["optimizers"].items():
-        try:
-            replies[key] = {"problems": [], "bytes": in_world_of_one(OptimizerConfig(name, kwargs), request["sharded"])}
-        except RecipeError as error:
-            problems = [(problem.key, problem.code, problem.message) for problem in error.problems]
-            replies[key] = {"problems": problems, "bytes": None}
-    Path(reply).write_text(json.dumps(replies))
+    device = "cuda" if request["gpus"] and torch.cuda.is_available() else "cpu"
+    answer = {"device": device, "problems": [], "bytes": None}
+    try:
+        answer["bytes"] = in_world_of_one(OptimizerConfig(request["name"], request["kwargs"]), request["sharded"], device)
+    except RecipeError as error:
+        answer["problems"] = [(problem.key, problem.code, problem.message) for problem in error.problems]
+    Path(reply).write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":

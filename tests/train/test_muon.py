@@ -11,6 +11,7 @@ from pipeline.boxes import Box
 from pipeline.models.hugging_face import layout as layout_of
 from pipeline.models.hugging_face import meta_model
 from pipeline.train import muon as product
+from pipeline.train.matrices import find_matrices
 from tests.problems import refused
 from tests.train import cases, experts, muon, ranks
 from tests.train.ranks import Layout
@@ -54,7 +55,7 @@ def found(config) -> dict[str, list[product.Matrix]]:
     hf = meta_model(config, "logprobs", dtype=torch.float32)
     parameters = dict(hf.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
-    return {names[id(p)]: matrices for p, matrices in product.find_matrices(hf, parameters, layout_of(hf)).items()}
+    return {names[id(p)]: matrices for p, matrices in find_matrices(hf, parameters, layout_of(hf)).items()}
 
 
 def test_experts_that_are_stored_transposed_have_the_rate_of_out_by_in():

@@ -11,6 +11,7 @@ from pipeline.config import OptimizerConfig, RecipeError
 from pipeline.train.checkpoint_state import optimizer_entries
 from pipeline.train.optimizer import LRSchedule, build_optimizer
 from tests.problems import named, refused
+from tests.train import cases, ranks
 
 WARMUP = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 4}}
 COSINE = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 6, "eta_min": 0.1}}
@@ -153,3 +154,19 @@ def test_wrong_schedules_are_named(config, key, code):
     optimizer = build_optimizer(OptimizerConfig(kwargs={"lr": 1.0}), parameters())
     with refused((key, code)):
         LRSchedule(optimizer, config)
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure):
+        return closure()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])  # on one rank, plain and sharded parameters
+def test_a_rank_tries_the_optimizer_before_it_looks_for_weights(precision, realm, tmp_path):
+    cases.configs()["qwen3_moe"].save_pretrained(tmp_path)
+    with refused(("policy.model_name", "unavailable-model")):
+        ranks.backend(cases.policy(tmp_path, precision=precision))
+    optimizer = OptimizerConfig(name=f"{__name__}.NeedsClosure", kwargs={"lr": 0.1})
+    with refused(("policy.optimizer.name", "unsupported")) as error:
+        ranks.backend(cases.policy(tmp_path, precision=precision, optimizer=optimizer))
+    assert "closure" in str(error.value)

@@ -27,7 +27,7 @@ TORCH = "torch.optim."
 
 
 @dataclass(frozen=True)
-class Trial:
+class OptimizerTrial:
     """The outcome of the trial of an optimizer."""
 
     problems: tuple[Problem, ...] = ()  # with the keys of `policy.optimizer`
@@ -51,7 +51,7 @@ def problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
             notes.append(f"{section}.optimizer: {optimizer.name} was not tried: {trial.untried}")
 
 
-def try_on_this_machine(recipe: Recipe, optimizer: OptimizerConfig) -> Trial:
+def try_on_this_machine(recipe: Recipe, optimizer: OptimizerConfig) -> OptimizerTrial:
     """Return the outcome of a trial. A second trial of the same optimizer costs nothing."""
     text = json.dumps([optimizer.name, optimizer.kwargs], default=str)
     if optimizer.name.startswith(TORCH):
@@ -60,13 +60,13 @@ def try_on_this_machine(recipe: Recipe, optimizer: OptimizerConfig) -> Trial:
     given = trust.current(dry=True)
     trusted = trust.trusted_folders(given, folders)
     if (spec := module_spec(top, folders)) is None or top in sys.stdlib_module_names:
-        return Trial(untried="it is not installed here; the ranks of cluster.train may have it")
+        return OptimizerTrial(untried="it is not installed here; the ranks of cluster.train may have it")
     if module_spec(top) != spec and not any(_holds(folder, top) for folder in trusted):
-        return Trial(untried="its code is not trusted. Try trust=true if you trust this recipe")
+        return OptimizerTrial(untried="its code is not trusted. Try trust=true if you trust this recipe")
     if given is trust.Trust.NOTHING:
-        return Trial(untried="this service imports no packages for a request")
+        return OptimizerTrial(untried="this service imports no packages for a request")
     several = config.ranks(recipe.cluster.train) > 1 or recipe.policy.precision != "float32"
-    return _try_apart(text, tuple(map(str, trusted)), several)
+    return _try_apart(text, tuple(map(str, trusted)), several, config.has_gpus(recipe))
 
 
 def _holds(folder: Path, top: str) -> bool:
@@ -74,24 +74,26 @@ def _holds(folder: Path, top: str) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _try_here(text: str) -> Trial:
+def _try_here(text: str) -> OptimizerTrial:
     try:
         from pipeline.train.optimizer_trial import in_world_of_one  # imports torch, which submission may lack
     except ImportError as error:
-        return Trial(untried=f"{error.name} is not installed here")
+        return OptimizerTrial(untried=f"{error.name} is not installed here")
     try:
-        return Trial(state_bytes=in_world_of_one(OptimizerConfig(*json.loads(text)), sharded=False))
+        return OptimizerTrial(state_bytes=in_world_of_one(OptimizerConfig(*json.loads(text)), sharded=False))
     except RecipeError as error:
-        return Trial(tuple(error.problems))
+        return OptimizerTrial(tuple(error.problems))
 
 
 @functools.lru_cache(maxsize=64)
-def _try_apart(text: str, folders: tuple[str, ...], sharded: bool) -> Trial:
-    request = {"folders": folders, "sharded": sharded, "optimizers": {"": json.loads(text)}}
+def _try_apart(text: str, folders: tuple[str, ...], sharded: bool, gpus: bool) -> OptimizerTrial:
+    name, kwargs = json.loads(text)
+    request = {"folders": folders, "sharded": sharded, "gpus": gpus, "name": name, "kwargs": kwargs}
     python_path = filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    replies, why = user_imports.ask(MODULE, request, [*python_path])
-    if replies is None:
-        return Trial(untried=why)
-    found = tuple(Problem(*problem) for problem in replies[""]["problems"])
-    state = replies[""]["bytes"]
-    return Trial(found, (state[0], state[1]) if state else None)
+    reply, why = user_imports.ask(MODULE, request, [*python_path])
+    if reply is None:
+        return OptimizerTrial(untried=why)
+    found, state = tuple(Problem(*problem) for problem in reply["problems"]), reply["bytes"]
+    if found and gpus and reply["device"] == "cpu" and found[0].key.endswith(".name"):
+        return OptimizerTrial(untried=f"it may need a GPU, and none is here ({found[0].message})")
+    return OptimizerTrial(found, (state[0], state[1]) if state else None)
