@@ -1,5 +1,6 @@
 """Muon with AdamW equals torch's optimizers on whole tensors, at every layout, and resumes at another one."""
 
+import copy
 import functools
 import shutil
 
@@ -91,3 +92,20 @@ def test_a_checkpoint_of_another_optimizer_is_refused(models, tmp_path, realm):
     ranks.backend(cases.policy(models / "llama")).shards().write(tmp_path, 0)
     with refused(("policy.optimizer", "contradiction")):
         ranks.backend(muon.policy(models / "llama")).load(tmp_path)
+
+
+def test_other_rates_of_both_parts_equal_a_resume_with_them(models, tmp_path, realm):
+    trained, batch = ranks.backend(muon.policy(models / "llama")), [cases.pack([1, 2])]
+    cases.learn(trained, batch)
+    other = muon.policy(models / "llama", optimizer=copy.deepcopy(muon.OPTIMIZER))
+    other.optimizer.kwargs["lr"], other.optimizer.kwargs["adamw"]["lr"] = 1e-2, 3e-4
+    trained.new_rates(other)()
+    trained.shards().write(tmp_path, 0)
+    found = [cases.learn(trained, batch) for _ in range(2)]
+    assert found[0]["lr"] == pytest.approx(1e-2 * (1 / 3 + 2 / 3 / 10))  # of a LinearLR over 10 steps
+    assert trained._optimizer.param_groups[1]["lr"] == pytest.approx(3e-4 * (1 / 3 + 2 / 3 * 3 / 10))
+    resumed = ranks.backend(other)
+    resumed.load(tmp_path)
+    assert [cases.learn(resumed, batch) for _ in range(2)] == found
+    expected = muon.whole_state(trained)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in muon.whole_state(resumed).items())
