@@ -75,6 +75,7 @@ RUN_OPTIONS = {  # Megatron's options that this backend sets -> the reason
     "hidden_dropout": "dropout would add noise to the probability ratios",
 }
 MEGATRON_ADAM = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")  # pipeline/train/megatron/distributed_optimizer.py
+MEGATRON_OPTIMIZERS = ("torch.optim.AdamW", "torch.optim.Adam")
 UNFIT = {  # classes of torch that a recipe cannot use -> the reason
     "torch.optim.Optimizer": "is the base class of optimizers",
     "torch.optim.LBFGS": "computes the loss several times in a step",
@@ -203,8 +204,8 @@ def _optimizer(section: str, optimizer: OptimizerConfig, megatron: bool, recipe:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             yield Problem(f"{key}.kwargs.{option}", "wrong-type", f"got {value!r}; expected a finite number of at least 0")
     if megatron:
-        if name not in (adams := ("torch.optim.AdamW", "torch.optim.Adam")):
-            message = f"got {name}; expected {' or '.join(adams)} with the Megatron backend"
+        if name not in MEGATRON_OPTIMIZERS:
+            message = f"got {name}; expected {' or '.join(MEGATRON_OPTIMIZERS)} with the Megatron backend"
             other = "FSDP2 has Muon: try policy.dtensor_cfg.enabled=true" if muon else BESIDE
             yield Problem(f"{key}.name", "unsupported", f"{message}. {other}")
         else:
