@@ -94,9 +94,13 @@ def plan_rounds(matrices: Matrices, rank: int) -> list[list[_MatrixTask]]:
     alone: list[_MatrixTask] = []
     shared: dict[tuple[int, ...], list[tuple[nn.Parameter, Matrix, dict[int, Box]]]] = defaultdict(list)
     for parameter, of_parameter in matrices.items():
-        holders = _holders(parameter, rank)
+        holders, of_expert = _holders(parameter, rank), defaultdict(list)
+        for other, box in holders.items() if parameter.dim() > 2 else ():
+            for expert in range(box.offset[0], box.offset[0] + box.size[0]):
+                of_expert[expert].append(other)  # a stack of many experts on many ranks has few overlaps
         for matrix in of_parameter:
-            parts = {other: part for other, box in holders.items() if (part := box.intersect(matrix.box)) is not None}
+            near = of_expert[matrix.box.offset[0]] if parameter.dim() > 2 else holders
+            parts = {other: part for other in near if (part := holders[other].intersect(matrix.box)) is not None}
             if len(parts) == 1:
                 alone += [_MatrixTask(parameter, matrix, parts, rank)] if rank in parts else []
             else:
@@ -135,7 +139,8 @@ class DistributedMuon(torch.optim.Optimizer):
     ):
         """others: parameter groups for AdamW. options: of torch.optim.Muon. adamw: options of torch.optim.AdamW.
 
-        device: computes; None: that of the parameters. Raises TypeError or ValueError for options that cannot be used.
+        device: where matrices are orthogonalized; None: where the parameters are. Raises TypeError or ValueError for options
+        that cannot be used.
         """
         checked = torch.optim.Muon([torch.zeros(1, 1)], **options)
         self._adamw = torch.optim.AdamW(others or [torch.zeros(1)], **adamw)
