@@ -52,21 +52,23 @@ def problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
 
 
 def try_on_this_machine(recipe: Recipe, optimizer: OptimizerConfig) -> OptimizerTrial:
-    """Return the outcome of a trial. A second trial of the same optimizer costs nothing."""
+    """Return the outcome of a trial. A second trial of the same code with the same options costs nothing."""
     text = json.dumps([optimizer.name, optimizer.kwargs], default=str)
     if optimizer.name.startswith(TORCH):
         return _try_here(text)
     top, folders = optimizer.name.partition(".")[0], user_imports.searched(recipe)
     given = trust.current(dry=True)
     trusted = trust.trusted_folders(given, folders)
-    if (spec := module_spec(top, folders)) is None or top in sys.stdlib_module_names:
+    if module_spec(top, folders) is None or top in sys.stdlib_module_names:
         return OptimizerTrial(untried="it is not installed here; the ranks of cluster.train may have it")
-    if module_spec(top) != spec and not any(_holds(folder, top) for folder in trusted):
+    if any(_holds(folder, top) for folder in folders if folder not in trusted):
         return OptimizerTrial(untried="its code is not trusted. Try trust=true if you trust this recipe")
     if given is trust.Trust.NOTHING:
         return OptimizerTrial(untried="this service imports no packages for a request")
     several = config.ranks(recipe.cluster.train) > 1 or recipe.policy.precision != "float32"
-    return _try_apart(text, tuple(map(str, trusted)), several, config.has_gpus(recipe))
+    spec = module_spec(optimizer.name.rpartition(".")[0], folders)
+    edited = os.stat(spec.origin).st_mtime_ns if spec and spec.origin and os.path.isfile(spec.origin) else 0
+    return _try_apart(text, tuple(map(str, trusted)), several, config.has_gpus(recipe), edited)
 
 
 def _holds(folder: Path, top: str) -> bool:
@@ -86,7 +88,8 @@ def _try_here(text: str) -> OptimizerTrial:
 
 
 @functools.lru_cache(maxsize=64)
-def _try_apart(text: str, folders: tuple[str, ...], sharded: bool, gpus: bool) -> OptimizerTrial:
+def _try_apart(text: str, folders: tuple[str, ...], sharded: bool, gpus: bool, edited: int) -> OptimizerTrial:
+    """Return the outcome of a trial in a process of its own. edited: when the module was, so that a notebook sees changes."""
     name, kwargs = json.loads(text)
     request = {"folders": folders, "sharded": sharded, "gpus": gpus, "name": name, "kwargs": kwargs}
     python_path = filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -108,9 +108,8 @@ def construct(
         got = kwargs if wrong is None else f"{kwargs[wrong]!r}"
         where = f"{key}.{wrong}" if wrong is not None else key
         default = "" if wrong is None else f". Its default is {parameters[wrong].default!r}" * (wrong in parameters)
-        message = (
-            f"got {got}, which {name} does not take: {type(error).__name__}: {' '.join(str(error).split())[:300]}{default}"
-        )
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        message = f"got {got}, which {name} does not take: {why}{default}"
         raise RecipeError(Problem(where, "unsupported", message)) from error
 
 

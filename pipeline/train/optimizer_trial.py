@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from pipeline.boxes import Piece, whole
 from pipeline.config import OptimizerConfig, Problem, RecipeError
@@ -43,7 +43,7 @@ def stand_ins(parameters: Iterable[nn.Parameter], device: torch.device) -> list[
             mesh, placements = sharding
             shape = list(tensor.shape)
             for dim, placement in enumerate(placements):
-                if isinstance(placement, Shard) or placement.is_shard():
+                if not isinstance(placement, Replicate):
                     shape[placement.dim] *= mesh.size(dim)
             stride = torch.empty(shape, device="meta").stride()
             tensor = DTensor.from_local(tensor, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

@@ -82,7 +82,7 @@ def test_a_trial_names_the_option_or_the_optimizer(recipe, name, kwargs, key, co
     assert all(said in problem.message for problem in problems)
 
 
-def test_code_that_is_not_trusted_is_read_alone(recipe, tmp_path):
+def test_code_that_is_not_trusted_is_read_alone(recipe, tmp_path, monkeypatch):
     notes = []
     assert not list(tried_optimizers.problems(recipe("mine.Sign", lr=0.1), notes))
     assert "trust=true" in notes[0] and not (tmp_path / "mine.imported").exists()
@@ -96,6 +96,9 @@ def test_code_that_is_not_trusted_is_read_alone(recipe, tmp_path):
     assert named(libraries.problems(recipe("mine.Closure", lr=0.1, betas=1))) == {(f"{KEY}.kwargs.betas", "unknown-key")}
     assert named(libraries.problems(recipe("mine.Sing", lr=0.1))) == {(f"{KEY}.name", "not-a-choice")}
     assert named(libraries.problems(recipe("nine.Sign", lr=0.1))) == {(f"{KEY}.name", "not-importable")}
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # as if installed, for this process and its children
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not list(tried_optimizers.problems(recipe("mine.Sign", lr=0.1), notes)) and len(notes) == 2
     assert not (tmp_path / "mine.imported").exists()
 
 
