@@ -31,7 +31,7 @@ def refusals(recipe: Recipe, *overrides: str, now: Recipe | None = None) -> list
 def test_every_live_key_is_in_the_schema_and_readable(started):
     keys = schema_validation.keys(Recipe)
     for pattern in live_keys.patterns():
-        assert pattern in keys or pattern.rpartition(".")[0].endswith(".optimizer.kwargs"), pattern
+        assert pattern in keys or ".optimizer.kwargs." in pattern, pattern
         assert live_keys.live_key(pattern.replace("*", "some_name")) == pattern.replace("*", "some_name")
     assert len(live_keys.patterns()) == len(set(live_keys.patterns())) > 60
     for key in live_keys.live_keys(started):

@@ -6,6 +6,7 @@ submission, and written into the run's recipe, so that all ranks read the same c
 If the recipe does not choose, the first line that applies decides:
     the run folder exists                           the backend of the run
     keys of one backend's layout are set            that backend
+    an optimizer that Megatron-Core does not have   FSDP2
     no GPUs, no model yet, or a family that the Megatron backend does not have   FSDP2
     many experts, and each GPU can hold the model   Megatron-Core: FSDP2 would gather all experts of a layer for every batch
     the model fits under FSDP2                      FSDP2
@@ -28,6 +29,7 @@ from launch.plan import recomputation
 from launch.plan.memory_parts import TrainModel, models
 from launch.plan.rank_division import Parallelism
 from launch.plan.rank_memory import of_stages, stages
+from launch.preflight.libraries import MEGATRON_OPTIMIZERS
 from launch.recipes.model_files import planning_config
 from launch.terminal.units import plural
 from pipeline import config
@@ -98,7 +100,8 @@ def choose(
     if not config.trains(recipe):
         config.validate(recipe)
         return recipe, None
-    choice = _by_recipe(recipe) or _by_earlier_run(before) or _by_keys(recipe) or _by_size(recipe, pending)
+    choice = _by_recipe(recipe) or _by_earlier_run(before) or _by_keys(recipe) or _by_optimizer(recipe)
+    choice = choice or _by_size(recipe, pending)
     recipe = config.with_backend(recipe, choice.backend)
     config.validate(recipe)
     if not (keys := recomputation.open_keys(recipe)):
@@ -149,6 +152,13 @@ def _by_keys(recipe: Recipe) -> BackendChoice | None:
     if megatron or dtensor:
         return BackendChoice("megatron" if megatron else "dtensor", f"{megatron or dtensor} is set")
     return None
+
+
+def _by_optimizer(recipe: Recipe) -> BackendChoice | None:
+    name = recipe.policy.optimizer.name
+    if name in MEGATRON_OPTIMIZERS or recipe.policy.megatron_cfg.optimizer is not None:
+        return None
+    return BackendChoice("dtensor", f"Megatron-Core does not have {name}")
 
 
 def _first_change(backend: Backend, section: Any, defaults: Any, names: tuple[str, ...]) -> str | None:

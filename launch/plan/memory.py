@@ -25,10 +25,12 @@ from launch.plan.memory_parts import (
     add_parts,
     longest_sequence,
     models,
+    optimizer_state,
     rank_batches,
 )
 from launch.plan.rank_division import Parallelism, engines, train_parallelism
 from launch.plan.rank_memory import RankMemory, of_stages
+from launch.preflight.tried_optimizers import optimizers
 from pipeline.config import (
     PRECISIONS,
     Recipe,
@@ -124,6 +126,7 @@ def _assumptions(recipe: Recipe, of_rank: RankBatches, cuda: bool) -> tuple[str,
         f"microbatches of {of_rank.train_tokens:,} tokens with a gradient and {of_rank.forward_tokens:,} without",
         f"packed batches in which all sequences of a step have {longest_sequence(recipe):,} tokens ({_longest_source(recipe)})",
     ]
+    assumptions += [why for optimizer in optimizers(recipe).values() if (why := optimizer_state(recipe, optimizer)[1])]
     if cuda:
         assumptions.append(f"{RUNTIME / 2**30:g} GiB for CUDA's context, libraries and NCCL; no fragmentation")
         if uses_megatron(recipe.policy):

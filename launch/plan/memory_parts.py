@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from launch.preflight.tried_optimizers import optimizers, try_on_this_machine
 from pipeline import config
 from pipeline.algorithms import build
-from pipeline.config import PRECISIONS, PolicyConfig, Recipe
+from pipeline.config import PRECISIONS, OptimizerConfig, PolicyConfig, Recipe
 from pipeline.models.shape import ModelShape
 from pipeline.train.adapters.spec import refits_adapters
 
@@ -20,7 +21,7 @@ PARTS = (
     "weights",  # the policy's weights, with float32 main weights
     "merged weights",  # W + BA of a policy with adapters, which a refit of whole weights or an export reads
     "gradients",  # those that are accumulated between microbatches
-    "optimizer",  # Adam's two moments
+    "optimizer",  # its state, such as Adam's two moments
     "activations",  # saved for the backward pass, and the workspace of one layer
     "logits",  # logits of a chunk, with the workspace of the softmax and its gradient
     "buffers",  # gathered weights, gradients being reduced, staging of the refit, the step's packed batches
@@ -35,6 +36,10 @@ communicator."""
 TOKEN_BYTES = 8 + 8 + 1 + 4 + 4  # bytes a token: token, position, mask, log-prob, advantage (pipeline.types.PackedBatch)
 FIELD_BYTES = 4  # likewise of each value that a forward pass adds: old or reference log-prob, value (pipeline.types)
 TEACHER_BYTES = 8 + 4  # for each of the teacher's K tokens at each position: token, log-prob (pipeline.types)
+
+
+ADAM_BYTES = (8.0, 8.0)
+"""Bytes per element of (matrices, other parameters): the two float32 moments of `optim.AdamW`."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class TrainModel:
     offload: bool = False
     top_k: int = 0
     merged: bool = True  # with adapters: something reads merged weights, which the backend then keeps
+    state_bytes: tuple[float, float] = ADAM_BYTES  # of the optimizer per element of (matrices, other parameters)
 
     @property
     def size(self) -> int:
@@ -123,20 +129,29 @@ def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[TrainModel]
     train_models, needs = [], build(recipe).needs
     exports = recipe.checkpointing.enabled and recipe.checkpointing.save_consolidated
     merged = exports or (config.generates(recipe) and not refits_adapters(recipe))
+    states = {name: optimizer_state(recipe, optimizer)[0] for name, optimizer in optimizers(recipe).items()}
     offloads = {config.teacher_section(name): teacher.cpu_offload for name, teacher in config.teachers(recipe).items()}
     for name, policy in config.models(recipe).items():
         shape = shapes[name]
         if name == "policy":
             values = needs.head == "values"
             use = {"values": values, "reference": needs.reference, "entropy": needs.entropy, "merged": merged}
-            train_models.append(TrainModel(policy, shape, **use))
+            train_models.append(TrainModel(policy, shape, **use, state_bytes=states.get(name, ADAM_BYTES)))
         elif name == "value":
-            train_models.append(TrainModel(policy, shape, values=True))
+            train_models.append(TrainModel(policy, shape, values=True, state_bytes=states.get(name, ADAM_BYTES)))
         elif name in offloads:
             train_models.append(TrainModel(policy, shape, trained=False, offload=offloads[name], top_k=needs.teacher_top_k))
         elif (environment := config.reward_model(recipe)) is not None and environment.served_by == "train":
             train_models.append(TrainModel(policy, shape, values=True, trained=False, offload=environment.cpu_offload))
     return train_models
+
+
+def optimizer_state(recipe: Recipe, optimizer: OptimizerConfig) -> tuple[tuple[float, float], str]:
+    """Return (bytes of its state per element of matrices and of other parameters, what is assumed; "" if measured)."""
+    if optimizer.name in ("torch.optim.AdamW", "torch.optim.Adam") and not optimizer.kwargs.get("amsgrad"):
+        return ADAM_BYTES, ""
+    trial = try_on_this_machine(recipe, optimizer)
+    return trial.state_bytes or ADAM_BYTES, "" if trial.state_bytes else f"state of {optimizer.name} as large as Adam's"
 
 
 def longest_sequence(recipe: Recipe) -> int:

@@ -6,7 +6,7 @@ per parameter, with c bytes of an element in the compute precision:
                         FSDP2                  Megatron-Core
     trained weights     4 sharded              c whole, and 4 sharded if c < 4
     their gradients     4 sharded              4 whole; c with grad_reduce_in_fp32=false
-    Adam's moments      8 sharded              8 sharded
+    optimizer's state   8 sharded              8 sharded        (Adam's moments; FSDP2: `TrainModel.state_bytes`)
     other weights       c sharded              c whole
 
 FSDP2 shards over all ranks of a replica after tensor parallelism, and experts over the ranks that hold the same ones.
@@ -42,6 +42,9 @@ from pipeline.models.mixers import DeltaNet
 from pipeline.models.tensors import Tensor
 from pipeline.train.adapters.adapted_layers import is_adapted
 from pipeline.train.adapters.modules import adapts_experts
+
+NOT_MATRICES = ("embedding", "output", "norm")
+"""Parts of a model that Muon leaves to AdamW; biases and convolutions are few."""
 
 
 class RankParameters(NamedTuple):
@@ -262,8 +265,19 @@ class RankMemory:
             "weights": self._computed(fixed) + self._bytes(trained, *weights),
             "merged weights": self._computed(self._merged()) if adapted and self.model.merged else 0.0,
             "gradients": self._bytes(trained, *gradients),
-            "optimizer": self._bytes(trained, 0, 8),
+            "optimizer": self._optimizer_bytes(),
         }
+
+    def _optimizer_bytes(self) -> float:
+        of_matrices, of_others = self.model.state_bytes
+        total = self._bytes(self.trained, 0, of_matrices)
+        if of_matrices == of_others or self._adapted:
+            return total
+        shape, frozen = self.model.shape, self.model.policy.freeze_parameters
+        names = matched(frozen, (tensor.name for tensor in shape.tensors)) if frozen else ()
+        others = (t for t in shape.tensors if t.part in NOT_MATRICES and t.name not in names and self._has(t))
+        count = sum(t.numel / (1 if t.part == "norm" else self.layout.tensor) for t in others)
+        return total + self._bytes(RankParameters(count, 0.0), 0, of_others - of_matrices)
 
     @property
     def reference(self) -> float:

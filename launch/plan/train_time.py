@@ -25,6 +25,7 @@ from launch.plan import roofline
 from launch.plan.activations import whole_mixers
 from launch.plan.lengths import Lengths
 from launch.plan.rank_division import GIGA, Parallelism, train_parallelism
+from launch.plan.rank_memory import NOT_MATRICES
 from launch.plan.roofline import Phase, Rates
 from pipeline import config
 from pipeline.algorithms import build
@@ -191,7 +192,8 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
     layout, rates = job.layout, job.rates
     if not uses_megatron(job.policy):
         numbers = job.shape.parameters + (layout.tensor - 1) * job.whole
-        return {"optimizer": numbers * layout.replicas / layout.ranks * OPTIMIZER_BYTES / rates.memory}
+        update = numbers * layout.replicas / layout.ranks * OPTIMIZER_BYTES / rates.memory
+        return {"optimizer": update + (_muon_seconds(job) if job.policy.optimizer.name == "torch.optim.Muon" else 0.0)}
     groups = ((layout.data * layout.context, layout.tensor), (layout.expert_data, layout.expert * layout.expert_tensor))
     ddp = job.policy.megatron_cfg.distributed_data_parallel_config
     itemsize = 4 if ddp.grad_reduce_in_fp32 else rates.itemsize
@@ -202,6 +204,20 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
         optimizer += numbers / size * OPTIMIZER_BYTES / rates.memory
     exposed = max(0.0, reduce - hidden_by) if ddp.overlap_grad_reduce else reduce
     return {"gradients": exposed, "gathering weights": gather, "optimizer": optimizer}
+
+
+def _muon_seconds(job: Job) -> float:
+    """Return the seconds in which the ranks of a replica orthogonalize all matrices, and exchange them in bfloat16.
+
+    An iteration on a matrix of m rows and n columns, m <= n, takes 4 m^2 n + 2 m^3 FLOPs (`optim.Muon`). Owners are assumed to
+    have equal work.
+    """
+    ranks, rates = job.layout.ranks / job.layout.replicas, replace(job.rates, itemsize=2, fp8=False)
+    shapes = [tensor.shape for tensor in job.shape.tensors if tensor.part not in NOT_MATRICES and len(tensor.shape) > 1]
+    work = sum(math.prod(shape) * min(shape[-2:]) * (4 + 2 * min(shape[-2:]) / max(shape[-2:])) for shape in shapes)
+    held = 2 * sum(map(math.prod, shapes)) / ranks  # bytes of a rank's parts
+    steps = job.policy.optimizer.kwargs.get("ns_steps", 5)
+    return steps * work / (ranks * rates.flops) + 2 * rates.exchange_seconds(int(ranks), held)
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------------

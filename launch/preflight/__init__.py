@@ -14,6 +14,7 @@ torch.
       model_weights              weights are complete, and fit config.json
       container_images           images and mounts
     user_imports                 the user's own code can be imported and has the right shape; user_source describes it
+    tried_optimizers             where a plan is made: optimizers take a step on small tensors
     slurm_job                    Slurm accepts each component's request and can start all of them together
       slurm_request              the request of each component
       slurm_cluster              partitions, nodes and `sbatch --test-only`

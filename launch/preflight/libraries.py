@@ -10,12 +10,13 @@ import ast
 import difflib
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from launch.preflight import installed, signatures
+from launch.executors import containers
+from launch.preflight import bounded, installed, signatures, user_imports
 from launch.recipes.model_files import read_json
 from pipeline.algorithms import build
 from pipeline.config import (
@@ -74,9 +75,9 @@ RUN_OPTIONS = {  # Megatron's options that this backend sets -> the reason
     "hidden_dropout": "dropout would add noise to the probability ratios",
 }
 MEGATRON_ADAM = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")  # pipeline/train/megatron/distributed_optimizer.py
+MEGATRON_OPTIMIZERS = ("torch.optim.AdamW", "torch.optim.Adam")
 UNFIT = {  # classes of torch that a recipe cannot use -> the reason
     "torch.optim.Optimizer": "is the base class of optimizers",
-    "torch.optim.Muon": "updates matrices only, and models have vectors too, such as their norms",
     "torch.optim.LBFGS": "computes the loss several times in a step",
     "torch.optim.SparseAdam": "needs sparse gradients",
     "torch.optim.Rprop": "does not support weights that are sharded over ranks",
@@ -89,6 +90,8 @@ UNFIT = {  # classes of torch that a recipe cannot use -> the reason
     "torch.optim.lr_scheduler.ChainedScheduler": "needs schedules",
 }
 EVERY_MODEL = ("num_labels", "torch_dtype", "vocab_size")  # keys that transformers' configurations accept besides their fields
+MUON = "torch.optim.Muon"
+BESIDE = "The policy's optimizer can also be in policy.megatron_cfg.optimizer"
 RATES = ("lr", "weight_decay", "eps")
 PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
 
@@ -104,11 +107,11 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     if uses_megatron(policy):
         yield from _megatron(policy.megatron_cfg.model_overrides)
     if not (uses_megatron(policy) and policy.megatron_cfg.optimizer is not None):
-        yield from _optimizer("policy", policy.optimizer, uses_megatron(policy))
+        yield from _optimizer("policy", policy.optimizer, uses_megatron(policy), recipe)
     if not (uses_megatron(policy) and policy.megatron_cfg.scheduler is not None):
         yield from _schedule("policy.scheduler", policy.scheduler)
     if build(recipe).needs.critic:
-        yield from _optimizer("value", recipe.value.optimizer, uses_megatron(policy))
+        yield from _optimizer("value", recipe.value.optimizer, uses_megatron(policy), recipe)
         yield from _schedule("value.scheduler", recipe.value.scheduler)
 
 
@@ -120,6 +123,8 @@ def notes(recipe: Recipe) -> Iterator[str]:
         read_by["vllm"] = [VLLM_KWARGS]
     if policy.megatron_cfg.model_overrides and uses_megatron(policy):
         read_by["megatron"] = ["policy.megatron_cfg.model_overrides"]
+    if trains(recipe) and not uses_megatron(policy) and _same_class(policy.optimizer.name, MUON):
+        yield from _muon_notes("policy.optimizer.kwargs", policy.optimizer.kwargs)
     for library, keys in read_by.items():
         if importlib.util.find_spec(library) is None:
             yield f"not checked: the options in {' and '.join(keys)}, as {library} is not installed here"
@@ -129,14 +134,8 @@ def _unknown(key: str, names: Iterable[str], valid_names: Iterable[str], owner: 
     valid_names = sorted(valid_names)
     for name in names:
         if name not in valid_names:
-            equivalents = [
-                key_name.rpartition(".")[2]
-                for key_name in aliases.equivalents(name, None, lambda key_name: not key_name.startswith(key))
-            ]
-            near = [key_name for key_name in equivalents if key_name in valid_names] or difflib.get_close_matches(
-                name, valid_names, 1
-            )
-            hint = f". Did you mean '{near[0]}'?" if near else ". Leave it out"
+            near = aliases.option(name, valid_names)
+            hint = f". Did you mean '{near}'?" if near else ". Leave it out"
             yield Problem(f"{key}.{name}", "unknown-key", f"{owner} has no such option{hint}")
 
 
@@ -195,34 +194,66 @@ def _megatron(arguments: Mapping[str, Any]) -> Iterator[Problem]:
 # ---- torch --------------------------------------------------------------------------------------------------------------
 
 
-def _optimizer(section: str, optimizer: OptimizerConfig, megatron: bool) -> Iterator[Problem]:
-    key = f"{section}.optimizer"
-    for name in RATES:
-        value = optimizer.kwargs.get(name, 0)
+def _optimizer(section: str, optimizer: OptimizerConfig, megatron: bool, recipe: Recipe) -> Iterator[Problem]:
+    key, name, kwargs = f"{section}.optimizer", optimizer.name, optimizer.kwargs
+    muon = _same_class(name, MUON)
+    rates = {option: kwargs.get(option, 0) for option in RATES}
+    if muon and isinstance(kwargs.get("adamw"), Mapping):
+        rates |= {f"adamw.{option}": kwargs["adamw"].get(option, 0) for option in RATES}
+    for option, value in rates.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            yield Problem(f"{key}.kwargs.{name}", "wrong-type", f"got {value!r}; expected a finite number of at least 0")
+            yield Problem(f"{key}.kwargs.{option}", "wrong-type", f"got {value!r}; expected a finite number of at least 0")
     if megatron:
-        if optimizer.name not in (adams := ("torch.optim.AdamW", "torch.optim.Adam")):
-            message = f"got {optimizer.name}; expected {' or '.join(adams)} with the Megatron backend"
-            yield Problem(
-                f"{key}.name", "unsupported", f"{message}. The policy's optimizer can also be in policy.megatron_cfg.optimizer"
-            )
+        if name not in MEGATRON_OPTIMIZERS:
+            message = f"got {name}; expected {' or '.join(MEGATRON_OPTIMIZERS)} with the Megatron backend"
+            other = "FSDP2 has Muon: try policy.dtensor_cfg.enabled=true" if muon else BESIDE
+            yield Problem(f"{key}.name", "unsupported", f"{message}. {other}")
         else:
-            yield from _unknown(f"{key}.kwargs", optimizer.kwargs, MEGATRON_ADAM, "Megatron-Core's Adam")
+            yield from _unknown(f"{key}.kwargs", kwargs, MEGATRON_ADAM, "Megatron-Core's Adam")
         return
-    yield from _torch_class(key, optimizer.name, optimizer.kwargs, "params", "torch.optim.AdamW")
-    if optimizer.kwargs.get("fused") and any(_same_class(optimizer.name, f"torch.optim.{name}") for name in ("SGD", "Adagrad")):
-        message = (
-            f"got true; the fused kernel of {optimizer.name} does not support weights that are sharded over ranks."
-            " Try foreach=true"
-        )
+    if muon:
+        yield from _torch_class(key, MUON, {n: v for n, v in kwargs.items() if n != "adamw"}, "params", MUON)
+        yield from _of_adamw(f"{key}.kwargs.adamw", kwargs.get("adamw"))
+        return
+    another_python = containers.has_another_python(recipe.cluster.train)
+    yield from _torch_class(key, name, kwargs, "params", "torch.optim.AdamW", user_imports.searched(recipe), another_python)
+    if kwargs.get("fused") and any(_same_class(name, f"torch.optim.{other}") for other in ("SGD", "Adagrad")):
+        message = f"got true; the fused kernel of {name} does not support weights that are sharded over ranks. Try foreach=true"
         yield Problem(f"{key}.kwargs.fused", "unsupported", message)
 
 
-def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], model_argument: str, example: str) -> Iterator[Problem]:
+def _muon_notes(key: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note if Muon's and AdamW's rates are the same number with different meanings."""
+    adamw = kwargs.get("adamw")
+    if kwargs.get("adjust_lr_fn") != "match_rms_adamw" and "lr" not in (adamw if isinstance(adamw, Mapping) else {}):
+        yield (
+            f"{key}.adamw.lr: not given, so AdamW trains embeddings, heads and vectors with Muon's {key}.lr. Muon's updates of"
+            " matrices are smaller than AdamW's at the same rate; with adjust_lr_fn=match_rms_adamw they are as large"
+        )
+
+
+def _of_adamw(key: str, options: Any) -> Iterator[Problem]:
+    """Check the options of AdamW, which trains what Muon does not."""
+    if not isinstance(options, Mapping | None):
+        message = f"got {options!r}; expected a mapping of options of torch.optim.AdamW, such as {{lr: 3e-4}}"
+        yield Problem(key, "wrong-type", message)
+    elif options and (known := _known_parameters("torch.optim.AdamW")) is not None:
+        yield from _options(key, options, {n: p for n, p in known.items() if n != "params"}, "torch.optim.AdamW")
+
+
+def _torch_class(
+    key: str,
+    name: str,
+    kwargs: Mapping[str, Any],
+    model_argument: str,
+    example: str,
+    folders: Sequence[Path] = (),
+    another_python: bool = True,
+) -> Iterator[Problem]:
     """Check the name of an optimizer's or schedule's class, and its kwargs.
 
-    model_argument: the parameter for which the backend passes a value. example: a valid name for messages.
+    model_argument: the parameter for which the backend passes a value. example: a valid name for messages. folders: where the
+    user's modules are. another_python: whether the ranks may have modules that are missing here.
     """
     if "." not in name:
         yield Problem(f"{key}.name", "bad-format", f"got '{name}'; expected the dotted path of a class, such as {example}")
@@ -230,19 +261,86 @@ def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], model_argument:
     if reason := next((reason for unfit, reason in UNFIT.items() if _same_class(name, unfit)), None):
         yield Problem(f"{key}.name", "unsupported", f"got {name}, which {reason}. Try {example}")
         return
+    library = name.partition(".")[0]
+    if not another_python and signatures.module_spec(library, folders) is None:
+        places = ", ".join(dict.fromkeys(["installed packages", *map(str, folders)]))
+        message = f"got {name}; there is no module {library}; looked in {places}. Try module_folders=[FOLDER], or {example}"
+        yield Problem(f"{key}.name", "not-importable", message)
+        return
     try:
-        signature = signatures.signature(name)
+        parameters = _parameters(name, folders)
     except signatures.NoSuchClass:
-        library = name.partition(".")[0]
-        message = f"got '{name}', which the installed {library} does not have; expected a class such as {example}"
+        owner = f"the installed {library}" if signatures.module_spec(library) else f"{name.rpartition('.')[0]}"
+        message = f"got '{name}', which {owner} does not have; expected a class such as {example}"
         yield Problem(f"{key}.name", "not-a-choice", message)
         return
-    if signature is not None:
-        parameters = {other: parameter for other, parameter in signature.parameters.items() if other != model_argument}
-        yield from _unknown(f"{key}.kwargs", kwargs, parameters, name)
+    if parameters is not None:
+        parameters = {other: parameter for other, parameter in parameters.items() if other != model_argument}
+        yield from _options(f"{key}.kwargs", kwargs, parameters, name)
         needed = [other for other, parameter in parameters.items() if parameter.default is parameter.empty]
         if absent := [other for other in needed if other not in kwargs]:
             yield Problem(f"{key}.kwargs.{absent[0]}", "missing-value", f"{name} needs {', '.join(absent)}")
+
+
+def _parameters(name: str, folders: Sequence[Path]) -> Mapping[str, Parameter] | None:
+    """Return a class's parameters; None if they are not known. A user's source is read in a fork with limits.
+
+    Raises NoSuchClass.
+    """
+    if signatures.module_spec(name.partition(".")[0]) is not None:
+        signature = signatures.signature(name)
+        return signature.parameters if signature else None
+
+    def read() -> list[tuple[str, int, str | None]] | bool | None:
+        try:
+            signature = signatures.signature(name, tuple(folders))
+        except signatures.NoSuchClass:
+            return False
+        if signature is None:
+            return None
+        parameters = signature.parameters.values()
+        return [(p.name, p.kind.value, None if p.default is p.empty else str(p.default)) for p in parameters]
+
+    try:
+        rows = bounded.call(read)
+    except (bounded.Unbounded, SyntaxError):  # the trial and the ranks report why
+        return None
+    if rows is False:
+        raise signatures.NoSuchClass(name)
+    kinds = {kind.value: kind for kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_ONLY)}
+    return rows and {
+        other: Parameter(other, kinds[kind], default=Parameter.empty if text is None else signatures.SourceText(text))
+        for other, kind, text in rows
+    }
+
+
+def _options(key: str, kwargs: Mapping[str, Any], parameters: Mapping[str, Parameter], owner: str) -> Iterator[Problem]:
+    """Yield options that a class does not have, and options of another kind than their defaults."""
+    yield from _unknown(key, kwargs, parameters, owner)
+    for name, value in kwargs.items():
+        default = _literal(parameters[name].default) if name in parameters and name not in RATES else None
+        if (expected := _unlike(value, default)) is not None:
+            yield Problem(f"{key}.{name}", "wrong-type", f"got {value!r}; expected {expected}. The default is {default}")
+
+
+def _literal(default: Any) -> Any:
+    """Return the value of a default's source; None if it is no literal."""
+    try:
+        return ast.literal_eval(default) if isinstance(default, str) else None
+    except (ValueError, SyntaxError):
+        return None
+
+
+def _unlike(value: Any, default: Any) -> str | None:
+    """Return what is expected if a value is of another kind than a default that is a tuple, a number, a text or a bool."""
+    if isinstance(default, tuple):
+        fits = isinstance(value, list | tuple) and len(value) == len(default)
+        return None if fits else f"a list of {len(default)} values"
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if isinstance(default, int | float):
+        return None if isinstance(value, int | float) and not isinstance(value, bool) else "a number"
+    return None
 
 
 def _same_class(name: str, public: str) -> bool:

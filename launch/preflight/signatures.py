@@ -44,9 +44,9 @@ def module_spec(dotted: str, folders: Sequence[Path] = ()) -> ModuleSpec | None:
     return spec
 
 
-def module(dotted: str) -> ast.Module | None:
-    """Return the syntax tree of an installed module; None if its source is not found."""
-    spec = module_spec(dotted)
+def module(dotted: str, folders: Sequence[Path] = ()) -> ast.Module | None:
+    """Return the syntax tree of a module; None if its source is not found. folders: as of `module_spec`."""
+    spec = module_spec(dotted, folders)
     return _parsed(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
 
 
@@ -88,22 +88,37 @@ def _parameter(kind: Any, argument: ast.arg, default: ast.expr | None) -> Parame
 
 
 @cache
-def signature(dotted: str) -> Signature | None:
-    """Return the signature of an installed library's class, without *args; None if it is not known. Raises NoSuchClass.
+def signature(dotted: str, folders: tuple[Path, ...] = ()) -> Signature | None:
+    """Return the signature of a class, without *args; None if it is not known. Raises NoSuchClass.
 
-    It is not known if the library is not installed, or the class takes **kwargs.
+    It is not known if the library is not installed, the class takes **kwargs, or a base with the signature is not found.
+    folders: searched after installed packages.
     """
     module_name, _, name = dotted.rpartition(".")
-    if not module_name or module_spec(module_name.partition(".")[0]) is None:
+    if not module_name or module_spec(module_name.partition(".")[0], folders) is None:
         return None
-    if (definition := _class(module_name, name)) is None:
+    if (definition := _class(module_name, name, folders)) is None:
         raise NoSuchClass(dotted)
     for item in definition[1].body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
             parameters = [*signature_of(item.args).parameters.values()][1:]
             keywords = [parameter for parameter in parameters if parameter.kind is not Parameter.VAR_POSITIONAL]
             return None if item.args.kwarg else Signature(keywords)
-    return Signature([*fields(*definition).values()])
+    annotated = fields(*definition)
+    return Signature([*annotated.values()]) if annotated else _inherited(*definition, folders)
+
+
+def _inherited(dotted: str, node: ast.ClassDef, folders: tuple[Path, ...]) -> Signature | None:
+    """Return the signature that a class of the module `dotted` inherits from its first base."""
+    if not node.bases:
+        return Signature([])
+    base = ast.unparse(node.bases[0])
+    if "." not in base and (above := _class(dotted, base, folders)) is not None and above[1] is not node:
+        base = f"{above[0]}.{above[1].name}"
+    try:
+        return signature(base, folders)
+    except NoSuchClass:
+        return None
 
 
 def fields(dotted: str, node: ast.ClassDef) -> dict[str, Parameter]:
@@ -119,9 +134,11 @@ def fields(dotted: str, node: ast.ClassDef) -> dict[str, Parameter]:
     return {name: field for name, field in annotated.items() if not field.annotation.startswith("ClassVar")}
 
 
-def _class(dotted: str, name: str, visited: frozenset[str] = frozenset()) -> tuple[str, ast.ClassDef] | None:
+def _class(
+    dotted: str, name: str, folders: tuple[Path, ...] = (), visited: frozenset[str] = frozenset()
+) -> tuple[str, ast.ClassDef] | None:
     """Return (module, class) for a name that a module defines or imports."""
-    if dotted in visited or (tree := module(dotted)) is None:
+    if dotted in visited or (tree := module(dotted, folders)) is None:
         return None
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -129,7 +146,7 @@ def _class(dotted: str, name: str, visited: frozenset[str] = frozenset()) -> tup
     for node in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
         for alias in node.names:
             if (alias.asname or alias.name) == name:
-                spec = module_spec(dotted)
+                spec = module_spec(dotted, folders)
                 is_package = spec is not None and spec.submodule_search_locations is not None
-                return _class(absolute(dotted, is_package, node), alias.name, visited | {dotted})
+                return _class(absolute(dotted, is_package, node), alias.name, folders, visited | {dotted})
     return None

@@ -80,6 +80,11 @@ def places(recipe: Recipe) -> list[Path]:
     return list(dict.fromkeys(Path(folder).absolute() for folder in folders if folder))
 
 
+def searched(recipe: Recipe) -> list[Path]:
+    """Return the folders in which ranks find the user's modules, besides installed packages."""
+    return [*places(recipe), *([Path.cwd()] if recipe.module_folders else [])]
+
+
 def _python_path(recipe: Recipe) -> list[str]:
     """Return the folders in PYTHONPATH of the components and of this process."""
     components = (recipe.cluster.train, recipe.cluster.generate)
@@ -105,7 +110,7 @@ def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
     Trusted code is imported in a separate process. Of other code only the source is read.
     """
     references = code_references(recipe)
-    folders = [*places(recipe), *([Path.cwd()] if recipe.module_folders else [])]
+    folders = searched(recipe)
     trusted = trusted_folders(trust, folders)
     imported = [
         reference for reference in references if trust is Trust.EVERYTHING or folder_of(reference.path, recipe) in trusted
@@ -209,16 +214,28 @@ def _probe(
     asked = {reference.key: (reference.path, reference.role, sorted(reference.kwargs)) for reference in references}
     request = {"folders": recipe.module_folders if everything else [*map(str, trusted)], "asked": asked}
     folders = _python_path(recipe) if everything else filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    python_path = os.pathsep.join([str(ROOT), *folders])
+    cwd = None if everything or Path.cwd() in trusted else ROOT  # it is searched too
+    replies, why = ask("launch.preflight.user_source", request, [*folders], cwd)
+    return replies if replies is not None else {reference.key: {"unchecked": why} for reference in references}
+
+
+def ask(
+    module: str, request: Mapping[str, Any], python_path: Sequence[str], cwd: Path | None = ROOT
+) -> tuple[dict[str, Any] | None, str]:
+    """Run `python -m MODULE REPLY` with a JSON request on stdin, in a process that imports users' code.
+
+    Returns (the JSON reply, ""), or (None, why there is none). python_path: folders besides ours.
+    """
+    path = os.pathsep.join([str(ROOT), *python_path])
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
         reply = Path(folder) / "reply.json"
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "launch.preflight.user_source", str(reply)],
-            env={**os.environ, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1"},
+            [sys.executable, "-P", "-m", module, str(reply)],
+            env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            cwd=None if everything or Path.cwd() in trusted else ROOT,  # it is searched too
+            cwd=cwd,
             start_new_session=True,  # so that what the code starts is ended with it
         )
         why = ""
@@ -229,9 +246,8 @@ def _probe(
         finally:
             _end(process)
         if reply.exists() and not why:
-            return json.loads(reply.read_text())
-        why = why or f"Python ended with status {process.returncode} during the import"
-        return {reference.key: {"unchecked": why} for reference in references}
+            return json.loads(reply.read_text()), ""
+        return None, why or f"Python ended with status {process.returncode} during the import"
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -27,6 +27,7 @@ from launch.preflight import (
     slurm_cluster,
     slurm_job,
     slurm_request,
+    tried_optimizers,
     user_imports,
 )
 from launch.preflight import current_allocation as allocated
@@ -109,7 +110,8 @@ def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = No
     usable = False
     for loaded in ordered:
         calibrated = plan_from if loaded is ordered[-1] else None  # of the requested recipe, not of those that it needs
-        latest, own_problems, site = _examine(loaded, pending, dry, calibrated, wants_plan)
+        with trust.trusting(trust.current(dry)):
+            latest, own_problems, site = _examine(loaded, pending, dry, calibrated, wants_plan)
         usable = latest is not None
         prepared += [latest] if latest else []
         recipe = latest.recipe if latest else loaded.recipe
@@ -148,7 +150,8 @@ def _examine(
         if not problems:
             layout = list(architecture.against_layout(recipe, pending))
             plans = not layout and (wants_plan or plan_from or config.has_gpus(recipe))
-            planned, no_plan = _plan(recipe, choice, plan_from, pending, notes, dry) if plans else (None, ())
+            layout += tried_optimizers.problems(recipe, notes) if plans else ()
+            planned, no_plan = _plan(recipe, choice, plan_from, pending, notes, dry) if plans and not layout else (None, ())
             problems += [*layout, *(planned.problems() if planned else ())]
             prepared = Prepared(recipe, choice, executor, planned, notes, loaded.inherited, no_plan, loaded.from_environment)
     except ModelNotFound as error:

@@ -6,6 +6,7 @@ and Hugging Face's trainers, verl, OpenRLHF, and from NeMo-RL where its names di
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable
 
@@ -23,6 +24,11 @@ policy.scheduler policy.megatron_cfg.scheduler.lr_warmup_iters: warmup_steps lr_
 policy.scheduler policy.megatron_cfg.scheduler.lr_warmup_iters: lr_warmup_steps_ratio
 policy.scheduler policy.megatron_cfg.scheduler.lr_decay_style: lr_scheduler_type lr_scheduler lr_schedule lr_decay_style
 policy.scheduler policy.megatron_cfg.scheduler.lr_decay_style: warmup_style
+policy.optimizer.kwargs.betas: betas1 betas2
+policy.optimizer.kwargs.momentum: momentum mu muon_momentum momentum_beta
+policy.optimizer.kwargs.nesterov: nesterov muon_nesterov muon_use_nesterov
+policy.optimizer.kwargs.ns_steps: muon_num_ns_steps num_ns_steps
+policy.optimizer.kwargs.adjust_lr_fn: muon_scale_mode muon_extra_scale_factor adjust_lr
 policy.optimizer.name: optim optimizer
 policy.max_grad_norm: grad_clip clip_grad max_norm gradient_clip_val
 policy.train_global_batch_size: batch_size global_batch_size train.global_batch_size train_batch_size mini_batch_size
@@ -157,6 +163,20 @@ def equivalents(key: str, algorithm: str | None, rank: Callable[[str], int]) -> 
     found = next((ALIASES[end] for end in ends if end in ALIASES), ())
     section = algorithm if algorithm in (*ONLINE, *OFFLINE) else ONLINE[0]
     return _best([_in_section(one.replace(OWN, section), section) for one in found], rank)
+
+
+def option(name: str, options: Iterable[str]) -> str | None:
+    """Return the option of a library's class that an unknown option means: by another library's name for it, or by spelling.
+
+    None if there is none. Worked example: `learning_rat` means `lr`, since `learning_rate` is another library's name for it.
+    """
+    options = list(options)
+    ends = {alias: [key.rpartition(".")[2] for key in keys] for alias, keys in ALIASES.items()}
+    meanings = {alias: next((end for end in known if end in options), None) for alias, known in ends.items()}
+    meanings = {alias: end for alias, end in meanings.items() if end}
+    if near := difflib.get_close_matches(name, meanings, 1, 0.85):
+        return meanings[near[0]]
+    return next(iter(difflib.get_close_matches(name, options, 1)), None)
 
 
 def _in_section(key: str, algorithm: str) -> str:

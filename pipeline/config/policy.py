@@ -139,9 +139,14 @@ class OptimizerConfig:
     """A torch optimizer."""
 
     name: Text = "torch.optim.AdamW"
-    """Dotted path of the optimizer's class."""
-    kwargs: Annotated[dict[str, Any], Live(("lr",))] = field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01})
-    """Arguments of the optimizer."""
+    """Dotted path of the optimizer's class: torch's, another library's or your own. Each takes a trial step before weights are
+    loaded. torch.optim.Muon, with FSDP2, updates the matrices of layers, experts and adapters, at any layout as torch updates
+    whole matrices; AdamW updates embeddings, heads, norms and biases. Megatron-Core trains with torch.optim.AdamW or Adam."""
+    kwargs: Annotated[dict[str, Any], Live(("lr", "adamw.lr"))] = field(
+        default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01}
+    )
+    """Arguments of the optimizer. With torch.optim.Muon, `adamw` has AdamW's arguments, whose lr and weight_decay are Muon's
+    unless they are given. adjust_lr_fn=match_rms_adamw makes Muon's updates as large as AdamW's at the same lr."""
 
 
 @dataclass

@@ -209,7 +209,7 @@ def _live(key: str) -> str:
     entries = [live.removeprefix(key).lstrip(".") for live in _live_names() if f"{live}.".startswith(f"{key}.")]
     if entries == [""]:
         return "Live."
-    entries = [entry for entry in entries if entry and "." not in entry and key.endswith(".kwargs")]
+    entries = [entry for entry in entries if entry and key.endswith(".kwargs")]
     return f"Live: {', '.join(entries)}." if entries else ""
 
 

@@ -29,9 +29,16 @@ def schedule_steps(record: dict[str, Any]) -> int:
 
 
 def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the options that all parameter groups share, as JSON values: tuples become lists."""
-    group = optimizer.param_groups[0]
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in group.items() if name != "params"}
+    """Return the options of the parameter groups, as JSON values: tuples become lists.
+
+    If not all groups share their options, those of the first, and under `other_groups` those of the others.
+    """
+    groups = [
+        {name: list(value) if isinstance(value, tuple) else value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    first, *others = [group for number, group in enumerate(groups) if group not in groups[:number]]
+    return first | ({"other_groups": others} if others else {})
 
 
 def stored_name(name: str, state: str = "") -> str:
@@ -61,8 +68,11 @@ def optimizer_entries(
         for key, value in state.items():
             if value is None:
                 continue
-            if not isinstance(value, torch.Tensor) or (value.shape != parameter.shape and value.dim()):
-                message = f"the state '{key}' of {type(optimizer).__name__} is neither shaped like the parameter nor a scalar"
+            if not _is_plain(value) or (value.shape != parameter.shape and value.dim()):
+                message = (
+                    f"the state '{key}' of {type(optimizer).__name__} is neither a tensor shaped like the parameter nor a"
+                    " scalar, so checkpoints cannot store it. Try torch.optim.AdamW"
+                )
                 raise RecipeError(Problem("policy.optimizer.name", "unsupported", message))
             if parameter not in pieces:
                 continue
@@ -70,6 +80,11 @@ def optimizer_entries(
                 yield from entries(local(value), restrict(pieces[parameter], local_box(value)), shapes, key)
             else:
                 yield stored_name(pieces[parameter][0].name, key), (), whole(()), value
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor of plain numbers, whole or sharded; not, for example, a quantized state."""
+    return isinstance(value, torch.Tensor) and type(local(value)) in (torch.Tensor, torch.nn.Parameter)
 
 
 def load_optimizer(

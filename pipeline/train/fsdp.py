@@ -36,6 +36,7 @@ from pipeline.train.context_parallel import localize
 from pipeline.train.fsdp_mesh import Layout, Meshes
 from pipeline.train.fsdp_model import PackedModel, build
 from pipeline.train.gradients import Gradients, LossScale
+from pipeline.train.matrices import find_matrices
 from pipeline.train.offload import Offload
 from pipeline.train.optimizer import LRSchedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
@@ -91,7 +92,9 @@ class FSDPBackend(TrainBackend):
                 self._run_trial_batches()
 
     def _new_optimizer(self, policy: PolicyConfig) -> tuple[torch.optim.Optimizer, LRSchedule]:
-        optimizer = build_optimizer(policy.optimizer, self._trained.values())
+        layout = self._model.layout | (self._model.adapters.layout if self._model.adapters else {})
+        matrices = find_matrices(self._model.hf, self._trained, layout)
+        optimizer = build_optimizer(policy.optimizer, self._trained.values(), matrices, self.device)
         return optimizer, LRSchedule(optimizer, policy.scheduler)
 
     def _run_trial_batches(self) -> None:

@@ -38,6 +38,7 @@ from pipeline.train.kernels import use_kernels
 from pipeline.train.logprobs import VocabularyShard
 from pipeline.train.lora import Adapters
 from pipeline.train.model_checks import check_model, derive_buffers, freeze_buffers
+from pipeline.train.optimizer_trial import stand_ins, try_optimizer
 from pipeline.train.packed_attention import NAME
 from pipeline.train.recompute import recompute
 from pipeline.train.sequence_resets import TensorRanks, decoder_layers, reset_sequences
@@ -97,16 +98,13 @@ def build(
     device: meta returns the model without memory, to describe its layout.
     like: the same model with the same cut, whose current weights are copied instead of reading them from disk. Trained weights
     are float32; other weights, such as frozen weights and the base weights of adapters, are in policy.precision. Raises
-    RecipeError if the model or the layout is not supported.
+    RecipeError if the model, the layout or the optimizer is not supported.
     """
     config = model_config(policy, role.head)
     adapted = role.trained and policy.dtensor_cfg.lora_cfg.enabled
     trains = role.trained or like is not None  # so that compiled layers have the same graphs as those of `like`
     model = _described(policy, config, role, adapted, trains)
     hf = model.hf
-    source: PackedModel | ReadBox | None = like
-    if like is None and device.type != "meta":
-        source = initial_weights(policy, config, seed, role.head)
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
 
@@ -128,9 +126,14 @@ def build(
         draws = model.adapters is not None and model.adapters.spec.dropout > 0
         recompute(layers, policy.dtensor_cfg.recompute_granularity or "full", draws)
     unsharded = [] if meshes is None else _shard(model, layers, experts, meshes, policy.precision, offload)
-    if source is None:
+    if device.type == "meta":
         return model
-    allocate(model, torch.device("cpu") if offload else device, device, unsharded)
+    storage = torch.device("cpu") if offload else device
+    if role.trained:
+        trained = [parameter for parameter in hf.parameters() if parameter.requires_grad]
+        try_optimizer(policy.optimizer, stand_ins(trained, storage), device)
+    source = like if like is not None else initial_weights(policy, config, seed, role.head)
+    allocate(model, storage, device, unsharded)
     for alias, name in tied.items():  # to_empty allocated separate memory for each name
         module, _, parameter = alias.rpartition(".")
         setattr(hf.get_submodule(module), parameter, hf.get_parameter(name))

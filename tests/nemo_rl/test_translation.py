@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launch.plan import backend_choice as backend
 from launch.plan.estimate import plan
@@ -328,3 +329,14 @@ def test_fused_adam_has_its_own_default_of_weight_decay() -> None:
     tree["policy"]["optimizer"]["kwargs"] = {"lr": 0.1}
     translation = nemo_rl.translate(tree, {}, RECIPES / "grpo.yaml")
     assert translation.layer["policy"]["optimizer"]["kwargs"] == {"weight_decay": 0.0, "lr": 0.1}
+
+
+def test_muon_is_refused_with_the_keys_of_fsdp2() -> None:
+    """Both subtract lr f sqrt(max(out, in)) NS(momentum) with f=0.5, and lr weight_decay of the weights."""
+    optimizer = "policy.megatron_cfg.optimizer"
+    changes = {"optimizer": "dist_muon", "lr": 1e-3, "weight_decay": 0.1, "muon_extra_scale_factor": 0.5, "muon_momentum": 0.9}
+    (found,) = with_keys("grpo_megatron", *(f"{optimizer}.{name}={value}" for name, value in changes.items()))[1].problems
+    assert (found.key, found.code) == (f"{optimizer}.optimizer", "unsupported")
+    ours = yaml.safe_load(found.message.partition("policy.optimizer.kwargs=")[2])
+    assert ours["lr"] * 0.2 == pytest.approx(1e-3 * 0.5) and ours["lr"] * ours["weight_decay"] == pytest.approx(1e-3 * 0.1)
+    assert (ours["momentum"], ours["adamw"]["lr"], ours["adjust_lr_fn"]) == (0.9, 1e-3, "match_rms_adamw")

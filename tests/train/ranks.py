@@ -8,9 +8,11 @@ from __future__ import annotations
 import datetime
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -259,12 +261,21 @@ def check_clipping_and_refusal(layout: Layout, folder: Path) -> None:
 
 
 def check_save_and_load(
-    layout: Layout, folder: Path, family: str, role: ModelRole | None = None, loss: Loss = cases.loss, **dtensor
+    layout: Layout,
+    folder: Path,
+    family: str,
+    role: ModelRole | None = None,
+    loss: Loss = cases.loss,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    **dtensor,
 ) -> None:
-    """Check that after an interruption after two steps the next two are the same to the last bit."""
+    """Check that after an interruption after two steps the next two are the same to the last bit.
+
+    changes: of the policy.
+    """
 
     def new() -> FSDPBackend:
-        return backend(cases.policy(folder / family, scheduler=SCHEDULER), layout, role, **dtensor)
+        return backend(cases.policy(folder / family, scheduler=SCHEDULER, **changes), layout, role, **dtensor)
 
     trained = new()
     packed = batches(trained, layout)

@@ -11,6 +11,7 @@ from pipeline.config import OptimizerConfig, RecipeError
 from pipeline.train.checkpoint_state import optimizer_entries
 from pipeline.train.optimizer import LRSchedule, build_optimizer
 from tests.problems import named, refused
+from tests.train import cases, ranks
 
 WARMUP = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 4}}
 COSINE = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 6, "eta_min": 0.1}}
@@ -66,7 +67,7 @@ def test_every_optimizer_of_torch_trains_or_is_refused_before_submission(name, r
     """It steps a matrix and a vector that FSDP2 holds as DTensors, and a checkpoint stores its state."""
     dotted = f"torch.optim.{name}"
     refused_why = list(libraries._torch_class("policy.optimizer", dotted, {"lr": 0.1}, "params", "torch.optim.AdamW"))
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     weights = [torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)])) for shape in ((4, 3), (3,))]
     pieces = {weight: [Piece(f"w{i}", whole(weight.shape), whole(weight.shape))] for i, weight in enumerate(weights)}
     shapes = {f"w{i}": tuple(weight.shape) for i, weight in enumerate(weights)}
@@ -119,8 +120,15 @@ def test_advancing_equals_taking_the_steps(config):
         ("torch.optim.AdamWW", {}, "policy.optimizer.name", "not-importable"),
         ("AdamW", {}, "policy.optimizer.name", "not-importable"),
         ("torch.nn.Linear", {}, "policy.optimizer.name", "wrong-type"),
-        ("torch.optim.AdamW", {"learning_rate": 1}, "policy.optimizer.kwargs", "unsupported"),
-        ("torch.optim.AdamW", {"lr": -1.0}, "policy.optimizer.kwargs", "unsupported"),
+        ("torch.optim.AdamW", {"learning_rat": 1}, "policy.optimizer.kwargs.learning_rat", "unknown-key"),
+        ("torch.optim.AdamW", {"lr": -1.0}, "policy.optimizer.kwargs.lr", "unsupported"),
+        ("torch.optim.AdamW", {"lr": 1.0, "betas": 0.9}, "policy.optimizer.kwargs.betas", "unsupported"),
+        ("torch.optim.AdamW", {"lr": -1.0, "eps": -1.0}, "policy.optimizer.kwargs", "unsupported"),
+        ("torch.optim.Muon", {"lr": 1.0, "adjust_lr_fn": "spectral"}, "policy.optimizer.kwargs.adjust_lr_fn", "unsupported"),
+        ("torch.optim.Muon", {"betas": [0.9, 0.95]}, "policy.optimizer.kwargs.betas", "unknown-key"),
+        ("torch.optim.Muon", {"adamw": {"betas": 0.9}}, "policy.optimizer.kwargs.adamw.betas", "unsupported"),
+        ("torch.optim.Muon", {"adamw": {"momentum": 0.9}}, "policy.optimizer.kwargs.adamw.momentum", "unknown-key"),
+        ("torch.optim.Muon", {"adamw": 0.9}, "policy.optimizer.kwargs.adamw", "wrong-type"),
     ],
 )
 def test_wrong_optimizers_are_named(name, kwargs, key, code):
@@ -146,3 +154,19 @@ def test_wrong_schedules_are_named(config, key, code):
     optimizer = build_optimizer(OptimizerConfig(kwargs={"lr": 1.0}), parameters())
     with refused((key, code)):
         LRSchedule(optimizer, config)
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure):
+        return closure()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])  # on one rank, plain and sharded parameters
+def test_a_rank_tries_the_optimizer_before_it_looks_for_weights(precision, realm, tmp_path):
+    cases.configs()["qwen3_moe"].save_pretrained(tmp_path)
+    with refused(("policy.model_name", "unavailable-model")):
+        ranks.backend(cases.policy(tmp_path, precision=precision))
+    optimizer = OptimizerConfig(name=f"{__name__}.NeedsClosure", kwargs={"lr": 0.1})
+    with refused(("policy.optimizer.name", "unsupported")) as error:
+        ranks.backend(cases.policy(tmp_path, precision=precision, optimizer=optimizer))
+    assert "closure" in str(error.value)

@@ -85,6 +85,7 @@ OPTIMIZER_RULES = under(
     "megatron_cfg.optimizer",
     (
         Only("optimizer", ("adam",), "this optimizer", "adam"),
+        Ignored("muon_*", "the optimizer is adam"),
         Same("lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad use_precision_aware_optimizer"),
         Only("fp16", (False, None), "this optimizer", "false: policy.precision=bfloat16 needs no loss scaling"),
         Only("optimizer_cpu_offload", (False, None), "offloading of activations or optimizer state", "false"),
@@ -121,6 +122,7 @@ def translate(t: Translator, algorithm: str) -> None:
         t.put("policy.logprob_chunk_size", chunk, size if t.has(size) else fused)
         t.change(f"{fused}=true", f"policy.logprob_chunk_size={chunk} limits the logits in memory")
     _adapters(t)
+    _muon(t)
     _schedule(t, algorithm)
     apply(t, under("policy", (*OPTIMIZER_RULES, *SCHEDULER_RULES, *LORA, *MEGATRON)))
 
@@ -144,6 +146,27 @@ def _adapters(t: Translator) -> None:
         t.put(f"{peft}.exclude_modules", [*(t.consume(f"{peft}.exclude_modules") or ()), modules.EXPERTS])
     else:
         t.change(f"{peft}.target_modules", "each expert has its own adapter; NeMo-RL's experts of a rank share one")
+
+
+def _muon(t: Translator) -> None:
+    """Refuse Muon, and name the keys with which FSDP2 has the same updates.
+
+    Megatron-Core scales updates by muon_extra_scale_factor sqrt(max(out, in)); match_rms_adamw has 0.2 in place of this factor.
+    Weight decay is multiplied by the rate, so it changes by the inverse.
+    """
+    name, o = t.get(f"{OPTIMIZER}.optimizer"), dict(t.get(OPTIMIZER) or {})
+    if name not in ("muon", "dist_muon"):
+        return
+    t.consume(f"{OPTIMIZER}.optimizer")
+    lr, decay, factor = (o.get(key, d) for key, d in (("lr", None), ("weight_decay", 0.01), ("muon_extra_scale_factor", 1.0)))
+    keys = "policy.dtensor_cfg.enabled=true with policy.optimizer.name=torch.optim.Muon"
+    numbers = all(isinstance(value, int | float) and value for value in (lr, decay, factor))
+    if numbers and o.get("muon_scale_mode", "spectral") == "spectral":
+        adamw = f"{{lr: {lr}, weight_decay: {decay}, betas: [{o.get('adam_beta1', 0.9)}, {o.get('adam_beta2', 0.999)}]}}"
+        momentum, nesterov = o.get("muon_momentum", 0.95), str(o.get("muon_use_nesterov", False)).lower()
+        rates = f"lr: {lr * factor / 0.2:.6g}, weight_decay: {decay * 0.2 / factor:.6g}, adjust_lr_fn: match_rms_adamw"
+        keys += f" and policy.optimizer.kwargs={{{rates}, momentum: {momentum}, nesterov: {nesterov}, adamw: {adamw}}}"
+    t.lacks(f"{OPTIMIZER}.optimizer", name, "Muon with Megatron-Core", keys)
 
 
 def has_experts(model: str | None) -> bool | None:

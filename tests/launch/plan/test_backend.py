@@ -105,6 +105,7 @@ def model(family: str, **changes) -> dict:
         ([f"{KEY}.enabled=false", "policy.dtensor_cfg.enabled=true"], "dtensor", "policy.dtensor_cfg.enabled is true"),
         ([f"{KEY}.pipeline_model_parallel_size=2"], "megatron", "pipeline_model_parallel_size is set"),
         (["policy.dtensor_cfg.tensor_parallel_size=2"], "dtensor", "policy.dtensor_cfg.tensor_parallel_size is set"),
+        (["policy.optimizer.name=torch.optim.Muon"], "dtensor", "Megatron-Core does not have torch.optim.Muon"),
     ],
 )
 def test_the_recipe_chooses_the_backend(load, overrides, chosen, reason):

@@ -74,6 +74,18 @@ def test_bytes_of_a_parameter(held, each):
     assert sum(parts[name] for name in STATE) == pytest.approx(each * LLAMA.parameters, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("changes", "frozen"), [((), ()), (("policy.freeze_parameters=[lm_head.weight]",), ("lm_head.weight",))]
+)
+def test_muon_has_one_momentum_of_matrices(changes, frozen):
+    """Adam's two moments of the embedding, the head and norms remain."""
+    muon = "policy.optimizer={name: torch.optim.Muon, kwargs: {_override_: true, lr: 0.1}}"
+    parts = trained(muon, *changes).parts
+    others = sum(t.numel for t in LLAMA.tensors if t.part in ("embedding", "output", "norm") and t.name not in frozen)
+    matrices = sum(t.numel for t in LLAMA.tensors if t.part in ("attention", "mlp"))
+    assert parts["optimizer"] == pytest.approx((4 * matrices + 8 * others) / 8, rel=1e-6)
+
+
 def test_context_parallelism_of_fsdp_divides_activations():
     one, two = (trained(f"{FSDP}.context_parallel_size={size}").parts["activations"] for size in (1, 2))
     assert two < 0.75 * one

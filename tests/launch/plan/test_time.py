@@ -97,6 +97,22 @@ def test_context_and_replicas_of_fsdp_communicate():
     assert replicated["optimizer"] == pytest.approx(2 * plain["optimizer"])
 
 
+def test_muon_orthogonalizes_on_all_ranks():
+    """Five iterations of 4 m^2 n + 2 m^3 FLOPs on each matrix of 32 layers, and bfloat16 to the owners and back."""
+
+    def optimizer(*overrides: str) -> float:
+        return train_phases(*overrides)["1 update of the policy"].parts["optimizer"]
+
+    batch = "policy.train_global_batch_size=2048"
+    added = optimizer(batch, "policy.optimizer={name: torch.optim.Muon, kwargs: {lr: 0.02}}") - optimizer(batch)
+    h, kv, width = 4096, 1024, 14336
+    matrices = [(h, h)] * 2 + [(kv, h)] * 2 + [(h, width)] * 3
+    work = 32 * sum(4 * m * m * n + 2 * m**3 for m, n in matrices)
+    exchanged = 2 * 32 * sum(m * n for m, n in matrices) / 8 * 7 / 8
+    assert added == pytest.approx(5 * work / (8 * 0.40 * 989e12) + 2 * exchanged / 450e9, rel=1e-3)
+    assert 0.1 < added < 1
+
+
 def test_links():
     """NVLink ends at the node unless it crosses nodes."""
     links = Rates(H100, 50, 8)

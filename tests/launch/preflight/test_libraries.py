@@ -109,6 +109,7 @@ def test_config_overrides_are_those_that_transformers_takes(tmp_path, family):
 MEGATRON = "policy.megatron_cfg.enabled=true"
 VLLM = "policy.generation.vllm_kwargs"
 SCHEDULE = "policy.scheduler={name: torch.optim.lr_scheduler."
+MUON = "policy.optimizer={name: torch.optim.Muon"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,16 @@ SCHEDULE = "policy.scheduler={name: torch.optim.lr_scheduler."
         (["policy.optimizer.kwargs={lr: -1}"], "policy.optimizer.kwargs.lr", "wrong-type"),
         (["policy.optimizer.name=AdamW"], "policy.optimizer.name", "bad-format"),
         (["policy.optimizer.name=torch.optim.AdamX"], "policy.optimizer.name", "not-a-choice"),
-        (["policy.optimizer.name=torch.optim.Muon"], "policy.optimizer.name", "unsupported"),
+        (["policy.optimizer.name=torch.optim.Muon"], None, None),
+        ([f"{MUON}, kwargs: {{lr: 0.1, adamw: {{lr: 0.1, betas: [0.9, 0.95]}}}}}}"], None, None),
+        ([f"{MUON}, kwargs: {{lr: 0.1, adamw: {{lr: -1}}}}}}"], "policy.optimizer.kwargs.adamw.lr", "wrong-type"),
+        ([f"{MUON}, kwargs: {{lr: 0.1, adamw: {{momentum: 0.9}}}}}}"], "policy.optimizer.kwargs.adamw.momentum", "unknown-key"),
+        ([f"{MUON}, kwargs: {{lr: 0.1, adamw: 0.1}}}}"], "policy.optimizer.kwargs.adamw", "wrong-type"),
+        ([f"{MUON}, kwargs: {{lr: 0.1, betas: [0.9, 0.95]}}}}"], "policy.optimizer.kwargs.betas", "unknown-key"),
+        ([MEGATRON, "policy.optimizer.name=torch.optim.Muon"], "policy.optimizer.name", "unsupported"),
+        (["policy.optimizer.kwargs.betas=0.9"], "policy.optimizer.kwargs.betas", "wrong-type"),
+        (["policy.optimizer.kwargs.amsgrad=0.9"], "policy.optimizer.kwargs.amsgrad", "wrong-type"),
+        (["policy.optimizer.kwargs.fused=true"], None, None),
         (["policy.optimizer.name=torch.optim.lbfgs.LBFGS"], "policy.optimizer.name", "unsupported"),
         (
             ["policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 1, fused: true}}"],
