@@ -145,6 +145,7 @@ class Rollout:
     failure: str = ""  # why it has no reward: it could not be judged, and is not trained on
     broke: str = ""  # how the answer made its environment fail, which counts as a wrong answer
     extracted: str = ""  # the answer that the environment found in the last turn; "": none
+    notes: dict[str, str] = field(default_factory=dict)  # the environment's texts about the last turn
 
     @property
     def tokens(self) -> np.ndarray:

@@ -226,9 +226,15 @@ def validate(section: type, values: dict[str, Any]) -> tuple[Any, list[Problem]]
     except ValidationError as error:
         problems: dict[str, Problem] = {}
         for one in error.errors(include_url=False):
-            key = ".".join(_printable(name) for name in one["loc"] if isinstance(name, str) and name != "[key]")
+            key = _key(one["loc"])
             problems.setdefault(key, _problem(key, one))
         return None, list(problems.values())
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    """Return the key at a location of pydantic. The number of an item is shown if the key goes on inside the item."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{_printable(part)}" for part in location if part != "[key]"]
+    return "".join(parts[:-1] if location and isinstance(location[-1], int) else parts).removeprefix(".")
 
 
 def _blank(values: Any, name: str, *rest: str) -> None:
@@ -260,6 +266,8 @@ def _problem(key: str, error: Mapping[str, Any]) -> Problem:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
         return Problem(key, "missing-value", NO_VALUE)
+    if kind == "unexpected_keyword_argument":  # of an item of a list; `unknown_keys` finds the others
+        return Problem(key, "unknown-key", "is not a key of an item")
     if "message" in context:  # of values.Check
         return Problem(key, kind, context["message"])
     context = {name: str(one).replace(" or ", ", ").replace("'", "") for name, one in context.items()}

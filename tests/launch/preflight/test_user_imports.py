@@ -71,7 +71,7 @@ def test_a_function_next_to_the_recipe_is_found_from_any_folder(folder):
     assert examined(folder) == ([], [])
     recipe = config.inspect(str(folder / "mine.yaml")).recipe
     assert recipe.module_folders == [str(folder)]
-    assert user_imports.folder_of("rewards_of_mine.right", recipe) == folder
+    assert user_imports.folder_of(user_imports.code_references(recipe)[0], recipe) == folder
     given = config.inspect(str(folder / "mine.yaml"), ["module_folders=[lib]", "env.mine.kind=a.b"]).recipe.module_folders
     assert given == [f"{os.getcwd()}/lib", str(folder), os.getcwd()]
     assert config.inspect("tiny_grpo").recipe.module_folders == []
