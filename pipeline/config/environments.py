@@ -23,6 +23,7 @@ from pipeline.recipe.problems import Problem
 from pipeline.recipe.values import HF_OVERRIDES, Bool, Check, Float, Line, Positive, Text, interpolation, not_a_kind
 
 KINDS = {
+    "answer_tags": "pipeline.environments.answer_tags.AnswerTags",
     "calculator": "pipeline.environments.tools.CalculatorEnvironment",
     "code": "pipeline.environments.code.Code",
     "code_benchmark": "pipeline.environments.code_benchmark.CodeBenchmark",
