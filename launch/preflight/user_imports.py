@@ -24,6 +24,7 @@ from launch.executors import containers
 from launch.executors.executor import ROOT
 from launch.preflight import bounded, user_source
 from launch.preflight.data_records import Fields
+from launch.preflight.signatures import module_spec
 from launch.recipes.trust import Trust, trusted_folders
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS
 from pipeline.config import KINDS, Problem, Recipe, RecipeError, generates, is_dotted_path, keyed_sets, trains
@@ -112,6 +113,15 @@ def folder_of(reference: CodeReference, recipe: Recipe) -> Path | None:
     return next(
         (folder for folder in places(recipe) if os.path.isfile(folder / f"{top}.py") or os.path.isdir(folder / top)), None
     )
+
+
+def source_of(reference: CodeReference, recipe: Recipe) -> Path | None:
+    """Return the file that a reference names or that holds its module; None if the module is installed or missing."""
+    if reference.file is not None:
+        return reference.file
+    module, _ = user_code.split(reference.path)
+    spec = module_spec(module, places(recipe)) if folder_of(reference, recipe) else None
+    return Path(spec.origin) if spec is not None and spec.origin and os.path.isfile(spec.origin) else None
 
 
 Replies = Mapping[str, dict[str, Any]]

@@ -185,6 +185,8 @@ EXPECTED = {
     "dataclass": "a mapping of keys",
 }
 """First word of a pydantic error type -> message of a `wrong-type`; braces hold values from pydantic's context."""
+UNEXPECTED = "unexpected_keyword_argument"
+"""Type of pydantic's error for an unknown key of a dataclass that forbids them."""
 NO_VALUE = "got no value; expected one, since the key has no default"
 BOUNDS = {
     "literal_error": ("not-a-choice", "one of: {expected}"),
@@ -227,8 +229,17 @@ def validate(section: type, values: dict[str, Any]) -> tuple[Any, list[Problem]]
         problems: dict[str, Problem] = {}
         for one in error.errors(include_url=False):
             key = _key(one["loc"])
-            problems.setdefault(key, _problem(key, one))
+            problems.setdefault(key, _problem(key, one) if one["type"] != UNEXPECTED else _of_item(section, key, one["loc"]))
         return None, list(problems.values())
+
+
+def _of_item(section: Any, key: str, location: tuple[int | str, ...]) -> Problem:
+    """Return the problem of an unknown key in a list's item; `unknown_keys` finds all others."""
+    for part in location[:-1]:
+        section = fields(section)[str(part)] if dataclasses.is_dataclass(section) else get_args(section)[-1]
+    near = _siblings(section, str(location[-1]))
+    hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(fields(section))}"
+    return Problem(key, "unknown-key", f"is not a key; {hint}")
 
 
 def _key(location: tuple[int | str, ...]) -> str:
@@ -266,8 +277,6 @@ def _problem(key: str, error: Mapping[str, Any]) -> Problem:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
         return Problem(key, "missing-value", NO_VALUE)
-    if kind == "unexpected_keyword_argument":  # of an item of a list; `unknown_keys` finds the others
-        return Problem(key, "unknown-key", "is not a key of an item")
     if "message" in context:  # of values.Check
         return Problem(key, kind, context["message"])
     context = {name: str(one).replace(" or ", ", ").replace("'", "") for name, one in context.items()}
