@@ -34,6 +34,10 @@ LARGEST_REWARD = 1e15
 REWARDS = f"a number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
 
 
+REWARD = "reward/"
+"""Prefix of an episode's metrics that are rewards of their own. `Rollout.reward` is their weighted sum."""
+
+
 def is_reward(value: float) -> bool:
     """Return whether a policy can learn from a reward: a finite number within LARGEST_REWARD."""
     return abs(value) <= LARGEST_REWARD

@@ -176,10 +176,9 @@ class GRPO(RewardedAlgorithm):
     def _check_several_rewards(self) -> Iterator[Problem]:
         key, weights = f"{self.name}.adv_estimator.name", several_rewards.weights_of(self.recipe)
         for name in training_environments(self.recipe):
-            environment, known = self.recipe.env.get(name), weights.get(name, {})
-            is_own = environment is not None and not environment.rewards and "." in (environment.kind or "")
-            if len(known) < 2 and environment is not None and not is_own:  # the user's class may return several
-                message = f"got gdpo, but env.{name} has {len(known) or 1} reward; expected at least two, each normalized alone"
+            is_own = name in self.recipe.env and "." in (several_rewards.judge_of(self.recipe, name).kind or "")
+            if name in self.recipe.env and len(weights.get(name, {})) < 2 and not is_own:  # own code may return several
+                message = f"got gdpo, but env.{name} has one reward; expected at least two, each normalized on its own"
                 yield Problem(key, "contradiction", f"{message}. Try env.{name}.rewards, or grpo")
         if self.section.reward_shaping.enabled:
             message = f"got true with {key}=gdpo, which uses each reward of its own; expected false, since it shapes their sum"

@@ -24,23 +24,25 @@ import numpy as np
 
 from pipeline.algorithms.advantages import group_advantages, scaled, scored_mask, varies
 from pipeline.algorithms.sections import RewardedConfig, RewardScalingConfig
-from pipeline.types import Rollout, RolloutGroup
+from pipeline.types import REWARD, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
-    from pipeline.config import Recipe
+    from pipeline.config import EnvironmentConfig, Recipe
 
-PREFIX = "reward/"
-"""Of a rollout's metrics that are rewards of their own."""
 Weights = Mapping[str, Mapping[str, float]]
 """Environment -> name of a reward -> its weight."""
 
 
+def judge_of(recipe: Recipe, name: str) -> EnvironmentConfig:
+    """Return the environment that scores the answers of environment `name`: the `judge` in its kwargs, or itself."""
+    environment = recipe.env[name]
+    return recipe.env.get(str(environment.kwargs.get("judge")), environment)
+
+
 def weights_of(recipe: Recipe) -> dict[str, dict[str, float]]:
     """Return the weights of all environments of a recipe that have `rewards`, or whose judge has."""
-    judges = {
-        name: recipe.env.get(environment.kwargs.get("judge", ""), environment) for name, environment in recipe.env.items()
-    }
-    return {name: {one.label: one.weight for one in judge.rewards} for name, judge in judges.items() if judge.rewards}
+    found = {name: judge_of(recipe, name).rewards for name in recipe.env}
+    return {name: {reward.label: reward.weight for reward in rewards} for name, rewards in found.items() if rewards}
 
 
 def reward_names(groups: list[RolloutGroup], weights: Weights) -> dict[str, dict[str, float]]:
@@ -54,13 +56,13 @@ def reward_names(groups: list[RolloutGroup], weights: Weights) -> dict[str, dict
         own = found.setdefault(name, dict(weights.get(name, {})))
         if name not in weights:
             metrics = (metric for rollout in group.rollouts for metric in rollout.metrics)
-            own |= {metric.removeprefix(PREFIX): 1.0 for metric in metrics if metric.startswith(PREFIX)}
+            own |= {metric.removeprefix(REWARD): 1.0 for metric in metrics if metric.startswith(REWARD)}
     for name, own in found.items():
         judged = (rollout for group in groups if group.prompt.environment == name for rollout in group.rollouts)
         if len(own) < 2 and any(not rollout.failure and not rollout.broke for rollout in judged):
             raise ValueError(
                 f"env.{name}: got {len(own)} rewards ({', '.join(own) or 'none'}); expected at least two for"
-                f" grpo.adv_estimator.name=gdpo. Try env.{name}.rewards, or metrics {PREFIX}NAME of your own class"
+                f" grpo.adv_estimator.name=gdpo. Try env.{name}.rewards, or metrics {REWARD}NAME of your own class"
             )
     return found
 
@@ -70,8 +72,8 @@ def rewards_of(group: RolloutGroup, weights: Mapping[str, float], scaling: Rewar
     total = sum(weights.values()) or 1.0
 
     def reward(rollout: Rollout, name: str) -> float:
-        is_seen = any(f"{PREFIX}{other}" in rollout.metrics for other in weights)
-        return rollout.metrics.get(f"{PREFIX}{name}", np.nan) if is_seen else rollout.reward / total
+        is_seen = any(f"{REWARD}{other}" in rollout.metrics for other in weights)
+        return rollout.metrics.get(f"{REWARD}{name}", np.nan) if is_seen else rollout.reward / total
 
     return {
         name: scaled(np.array([reward(rollout, name) for rollout in group.rollouts], np.float64), scaling) for name in weights

@@ -196,7 +196,7 @@ def judging_scorers(environments: Environments, name: str | None) -> list[Answer
     environment = environments.get(name) if name else None
     if environment is None or name is None:
         return []
-    judge = environment.kwargs.get("judge", "")
+    judge = str(environment.kwargs.get("judge"))
     return scorers(judge, environments[judge]) if judge in environments else scorers(name, environment)
 
 

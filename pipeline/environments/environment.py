@@ -41,14 +41,11 @@ class Outcome:
 
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    """The metrics of the last turn count, and a training step reports their means. `accuracy` is shown beside the reward."""
+    """The metrics of the last turn count, and a training step reports their means. `accuracy` is shown beside the reward, and
+    `reward/NAME` is one of several rewards, which GDPO normalizes on their own."""
     observation: dict[str, str] | None = None  # reply to the policy: {"role", "content"}; None: the episode ends
     extracted: str = ""  # the text's answer in a normal form, the same for equal answers; "": none
     notes: dict[str, str] = field(default_factory=dict)  # texts that the run's rollouts show beside the answer
-
-
-REWARD = "reward/"
-"""Prefix of metrics that are rewards of their own. Their weighted sum is `Outcome.reward`; GDPO normalizes each on its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,8 +69,12 @@ class Score:
 
     def add(self, name: str, value: Any) -> None:
         """Add a finite number to the metrics, and anything else as a text to the notes."""
-        if isinstance(value, numbers.Real | bool) and math.isfinite(value):
-            self.metrics["accuracy" if name == "acc" else name] = float(value)
+        try:
+            number = math.nan if isinstance(value, str) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isfinite(number):
+            self.metrics[name] = number
         else:
             self.notes[name] = str(value)
 
@@ -96,10 +99,9 @@ class RewardForm:
         candidates = [*positional[len(first) :], *named]
         self.named = [parameter.name for parameter in candidates if parameter.name not in self.own]
         """Parameters that columns and kwargs give."""
-        optional = (EXTRA,) if self.name == "verl's" else ()
-        self.required = [name for name in self.named if self.parameters[name].default is inspect.Parameter.empty]
-        """Those of `named` that have no default."""
-        self.required = [name for name in self.required if name not in optional]
+        needed = [name for name in self.named if self.parameters[name].default is inspect.Parameter.empty]
+        self.required = [name for name in needed if self.name != "verl's" or name != EXTRA]
+        """Those of `named` that a column or kwargs must give."""
 
     def problem(self, kwargs: Sequence[str]) -> str | None:
         """Return why a function with these parameters cannot be called with these kwargs; None if it can."""
@@ -140,7 +142,7 @@ class RewardForm:
                 **({} if answer.tokens is None else {"completion_ids": [list(answer.tokens)]}),
                 "trainer_state": TrainerState(answer.step, answer.max_steps),
                 "log_extra": lambda column, values: score.notes.update({column: str(_only(values, "log_extra got"))}),
-                "log_metric": lambda name, value: score.metrics.update({name: float(value)}),
+                "log_metric": score.add,
             }
         given = {name: value for name, value in given.items() if self.takes_any or name in self.parameters}
         return function(**given, **columns)
@@ -174,7 +176,7 @@ class RewardForm:
                 raise ValueError(f"it returned a mapping without 'score': {', '.join(map(str, result)) or 'empty'}")
             for name, value in result.items():
                 if name != "score":
-                    score.add(str(name), value)
+                    score.add("accuracy" if name == "acc" else str(name), value)
             result = result["score"]
         score.value = _number(result)
         return score

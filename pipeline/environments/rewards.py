@@ -19,14 +19,15 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from pipeline.environments.environment import REWARD, AnsweredTurn, Environment, JudgeLimits, Outcome, ProcessStuck, Unjudged
+from pipeline.environments.environment import AnsweredTurn, Environment, JudgeLimits, Outcome, ProcessStuck, Unjudged
 from pipeline.environments.reward_forms import RewardForm, Score, is_async, parameters_of
 from pipeline.sandbox.limits import SandboxError
+from pipeline.types import REWARD
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt
@@ -205,7 +206,10 @@ class Rewards(Environment):
     """
 
     def __init__(self, parts: Sequence[Weighted], timeout_s: float) -> None:
-        """Combine rewards. Limits of memory and of suspicion are the largest of the built-in kinds."""
+        """Combine rewards. The limits of memory and of suspicion are the largest of the built-in kinds.
+
+        A judge keeps all variables of its process, since functions may need them.
+        """
         self._parts, self._loop = parts, EventLoop(timeout_s)
         kinds = [part.reward.environment for part in parts if isinstance(part.reward, KindReward)]
         self.workers = max((kind.workers for kind in kinds), default=1)
@@ -214,7 +218,7 @@ class Rewards(Environment):
             max((value for limit in limits if (value := getattr(limit, name)) is not None), default=None)
             for name in ("memory_bytes", "suspect_s")
         )
-        self.limits = replace(JudgeLimits(), memory_bytes=bytes_, suspect_s=suspect_s)
+        self.limits = JudgeLimits(memory_bytes=bytes_, suspect_s=suspect_s)
 
     @override
     def reset(self, prompt: Prompt) -> RewardsEpisode:
@@ -246,8 +250,9 @@ class Rewards(Environment):
                 total += part.weight * score.value
                 metrics[f"{REWARD}{part.label}"] = score.value
             for name, value in score.metrics.items():
-                metrics.setdefault("accuracy", value) if name == "accuracy" else None
                 metrics[f"{part.label}/{name}"] = value
+                if name == "accuracy":
+                    metrics.setdefault(name, value)
             notes |= {f"{part.label}/{name}": text for name, text in score.notes.items()}
             extracted = extracted or score.extracted
         if not any(score.value is not None for score in scores):

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pipeline.types import REWARD
+
 if TYPE_CHECKING:
     from pipeline.types import Rollout, RolloutGroup
 
@@ -46,8 +48,8 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
     }
     for name in sorted({name for rollout in judged for name in rollout.metrics}):
         values[name] = _mean(found := [rollout.metrics[name] for rollout in judged if name in rollout.metrics])
-        if name.startswith("reward/"):  # one of several rewards
-            values[f"reward_std/{name.removeprefix('reward/')}"] = statistics.stdev(found) if len(found) > 1 else math.nan
+        if name.startswith(REWARD):
+            values[f"reward_std/{name.removeprefix(REWARD)}"] = statistics.stdev(found) if len(found) > 1 else math.nan
     if "accuracy" in values:
         environments = {
             group.prompt.environment for group in groups if any("accuracy" in rollout.metrics for rollout in group.rollouts)

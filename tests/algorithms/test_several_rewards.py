@@ -100,7 +100,7 @@ def test_dynamic_sampling_keeps_a_group_in_which_one_reward_varies():
 @pytest.mark.parametrize(
     ("overrides", "key", "says"),
     [
-        ([], "grpo.adv_estimator.name", "got gdpo, but env.addition has 1 reward; expected at least two"),
+        ([], "grpo.adv_estimator.name", "got gdpo, but env.addition has one reward; expected at least two"),
         (
             ["env.addition={_override_: true, rewards: [{fn: exact_match}, {fn: math}]}", "grpo.reward_shaping.enabled=true"],
             "grpo.reward_shaping.enabled",

@@ -42,7 +42,8 @@ def of_trl_chat(completions, answer, **columns):
 
 
 def of_verl(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth, "pred": solution_str, "n": 2}
+    right = np.bool_(solution_str == ground_truth)
+    return {"score": float(right), "acc": right, "pred": solution_str, "n": 2}
 
 
 def plain_of_verl(data_source, solution_str, ground_truth, extra_info=None, **kwargs):

@@ -289,6 +289,46 @@ def test_a_later_record_without_a_needed_column_is_refused_or_dropped(folder, fu
     assert problems == [] and len(notes) == 2 and all(f".{field}: it replaces '{field}'" in note for note in notes)
 
 
+REWARDS = """\
+import asyncio, functools
+def of_trl(prompts, completions, answer, **columns): return [1.0]
+async def of_verl(data_source, solution_str, ground_truth, extra_info=None): return 1.0
+class Called:
+    def __init__(self, scale=1.0): ...
+    def __call__(self, prompt, answer, level): return 1.0
+given = functools.partial(of_trl, weight=1.0)
+def typo(completions, levle): return [1.0]
+def unnamed(completions, /): return [1.0]
+open("{ran}", "a").write("imported")
+"""
+
+
+@pytest.mark.parametrize("trust", [Trust.EVERYTHING, Trust.LISTED])
+def test_several_rewards_in_a_file_are_checked_whether_they_are_imported_or_read(folder, trust):
+    """A path is relative to the recipe's folder. A dry run of a stranger's recipe runs none of it."""
+    (folder / "sub").mkdir()
+    (folder / "sub/rewards-1.py").write_text(REWARDS.replace("{ran}", str(folder / "ran")))
+
+    def checked(*entries):
+        rewards = ", ".join(entry if "{" in entry else f"{{fn: 'sub/rewards-1.py:{entry}'}}" for entry in entries)
+        lines = RECIPE.replace("kind: rewards_of_mine.right", f"rewards: [{rewards}]")
+        (folder / "mine.yaml").write_text(lines)
+        return examined(folder, trust=trust)[0]
+
+    scaled = "{fn: 'sub/rewards-1.py:Called', kwargs: {scale: 2}}"
+    of_verl = "{fn: 'sub/rewards-1.py:of_verl', kwargs: {data_source: sums}}"
+    assert checked("of_trl", of_verl, scaled, "given", "{fn: exact_match}") == []
+    assert (folder / "ran").exists() == (trust is Trust.EVERYTHING)
+    (first, *_) = checked("of_trl", "of_verl")
+    assert first.startswith("env.mine.rewards[1].fn: ") and "of_verl needs data_source, but the records of data.train" in first
+    (first, *_) = checked("typo")
+    assert first.endswith("Did you mean level?")
+    (first, *_) = checked("unnamed")
+    assert "of which some have no name for the caller" in first
+    (first, *_) = checked("{fn: 'sub/rewards-1.py:Called', kwargs: {scal: 2}}")
+    assert first.startswith("env.mine.rewards[0].kwargs: ") and "kwargs do not fit Called(scale" in first
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "code"),
     [
