@@ -56,7 +56,7 @@ class CodeReference:
     def file(self) -> Path | None:
         """The file that the path names; None for a dotted path."""
         module, _ = user_code.split(self.path)
-        return Path(module) if module.endswith(".py") else None
+        return Path(module) if user_code.is_file(module) else None
 
 
 def code_references(recipe: Recipe) -> list[CodeReference]:

@@ -179,12 +179,12 @@ class SourceReader:
         nodes = [node for other, node in bound if other == name]
         if nodes:
             return self._stand_in(module, file, nodes[0]) if len(nodes) == 1 else UNKNOWN
-        is_module = not module.endswith(".py") and module_spec(path, self.folders)
+        is_module = not user_code.is_file(module) and module_spec(path, self.folders)
         if is_module or {"*", "__getattr__"} & {other for other, _ in bound} or _may_bind(body, name):
             return UNKNOWN
         near = difflib.get_close_matches(name, [other for other, _ in bound], 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        of = module if module.endswith(".py") else f"{module} ({file})"
+        of = module if user_code.is_file(module) else f"{module} ({file})"
         raise CodeFault(wrong=f"{of} has no {name}{hint}", code="not-importable")
 
     def _stand_in(self, module: str, file: Path, node: ast.AST | tuple[str, ast.ImportFrom] | None) -> Any:
@@ -240,14 +240,14 @@ class SourceReader:
     # ---- modules ----------------------------------------------------------------------------------------------------------
 
     def _is_theirs(self, module: str) -> bool:
-        if module.endswith(".py"):
+        if user_code.is_file(module):
             return True
         spec = module_spec(module.partition(".")[0])
         return spec is None or spec.origin is None
 
     def _file(self, module: str) -> Path | None:
         """Return the source of a module; None if it has none, such as a folder. Raises CodeFault if there is no such module."""
-        if module.endswith(".py"):
+        if user_code.is_file(module):
             if not os.path.isfile(module):
                 raise CodeFault(wrong=f"there is no file {module}", code="not-importable")
             return Path(module)

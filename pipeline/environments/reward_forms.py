@@ -43,7 +43,7 @@ NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 OF_VERL, EXTRA = ("solution_str",), "extra_info"
 """Arguments of verl's form that are no columns, and the column that may be missing."""
 COLUMNS_OF_VERL = ("data_source", GROUND_TRUTH, EXTRA)
-"""The columns that verl passes, also to a function with `**kwargs`."""
+"""The columns that verl passes; it passes no others."""
 EXPECTED = (
     "expected (prompt, answer, **fields) -> number; TRL's (prompts, completions, **columns) -> list; or verl's (data_source,"
     " solution_str, ground_truth, extra_info)"
@@ -116,6 +116,8 @@ class RewardForm:
             return f"{given}, of which some have no name for the caller; expected names, as {self.name} form passes them"
         if self.name == "TRL's" and "environments" in self.required:
             return f"{given}; environments are TRL's `environment_factory`. Try a class with step: env.NAME.kind"
+        if self.name == "verl's" and (other := [name for name in self.required if name not in (*COLUMNS_OF_VERL, *kwargs)]):
+            return f"{given}; verl's form passes {', '.join(COLUMNS_OF_VERL)} and no other column. Try kwargs with {other[0]}"
         if not self.takes_any and (unknown := [name for name in kwargs if name not in (*self.named, *self.own)]):
             return f"got {unknown[0]} in kwargs; expected parameters of the function: {', '.join(self.named) or 'none'}"
         if taken := [name for name in kwargs if name in self.own]:
@@ -151,19 +153,19 @@ class RewardForm:
         """Return the arguments that the record's columns and the kwargs give; kwargs win."""
         task = prompt.task
         available = {**task.get("record", {}), **({"expected": task["answer"]} if "answer" in task else {})}
-        takes_any, names = self.takes_any, (*self.named, *kwargs)
-        if self.name == "verl's":
-            available.setdefault(EXTRA, {})
-            takes_any, names = False, (*names, *(COLUMNS_OF_VERL if takes_any else ()))
-        if GROUND_TRUTH in names and (truth := ground_truth(available)) is not None:
+        of_verl = self.name == "verl's"
+        if (of_verl or GROUND_TRUTH in self.named) and (truth := ground_truth(available)) is not None:
             available[GROUND_TRUTH] = truth
+        if of_verl:
+            available = {EXTRA: {}, **{name: value for name, value in available.items() if name in COLUMNS_OF_VERL}}
         if self.name == "TRL's":
             available = {name: [value] for name, value in available.items() if name not in NOT_COLUMNS}
         available |= kwargs
         if missing := [name for name in self.required if name not in available]:
             advice = f"Try a default for it, a value in kwargs, or a column {missing[0]}"
             raise Unjudged(f"the record has no '{missing[0]}', which the function needs. {advice}")
-        return {name: value for name, value in available.items() if (takes_any or name in names) and name not in self.own}
+        named = available if self.takes_any else self.named
+        return {name: value for name, value in available.items() if name in named and name not in self.own}
 
     def read(self, result: Any, score: Score) -> Score:
         """Return the score with the result of a call. Raises TypeError or ValueError for a result that is no reward."""

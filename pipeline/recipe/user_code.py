@@ -34,16 +34,21 @@ def search_in(folders: Collection[str]) -> None:
 
 
 def split(path: str) -> tuple[str, str]:
-    """Return (module, name) of a dotted path, or (file, name) of FILE.py:NAME."""
+    """Return (module, name) of a dotted path, or (file, name) of FILE.py:NAME with an absolute path."""
     if found := IN_FILE.fullmatch(path):
         return found["file"], found["name"]
     module, _, name = path.rpartition(".")
     return module, name
 
 
+def is_file(module: str) -> bool:
+    """Return whether the first part of `split` is a file, whose path a recipe makes absolute, and not a dotted name."""
+    return os.path.isabs(module)
+
+
 def join(module: str, name: str) -> str:
     """Return the path of a name in a module or a file."""
-    return f"{module}:{name}" if module.endswith(".py") else f"{module}.{name}"
+    return f"{module}:{name}" if is_file(module) else f"{module}.{name}"
 
 
 def _of_file(file: str) -> ModuleType:
@@ -68,7 +73,7 @@ def load(path: str) -> Any:
     """Return the object that a path names. Raises NotFound, with the searched places, and errors of the import."""
     module, name = split(path)
     try:
-        found = _of_file(module) if module.endswith(".py") else importlib.import_module(module)
+        found = _of_file(module) if is_file(module) else importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise

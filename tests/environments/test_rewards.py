@@ -46,8 +46,9 @@ def of_verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(right), "acc": right, "pred": solution_str, "n": 2}
 
 
-def plain_of_verl(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    assert (data_source, extra_info, kwargs) == ("sums", {}, {"tolerance": 0})
+def plain_of_verl(data_source, solution_str, ground_truth, extra_info=None, level=0, **kwargs):
+    """The column `level` does not reach it, as in verl."""
+    assert (data_source, extra_info, level, kwargs) == ("sums", {}, 0, {"tolerance": 0})
     return float(solution_str == ground_truth)
 
 

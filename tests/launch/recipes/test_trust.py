@@ -135,6 +135,7 @@ SOURCES = {
     "scored = Scored(scale=2)\ngiven = functools.partial(renamed, weight=1)\n"
     "def of_batch(completions, level, **columns): ...\ndef unnamed(prompts, completions, /): ...\n"
     "def with_tools(completions, environments): ...\ndef compute_scores(solution_strs, ground_truths): ...\n"
+    "def compute_more(solution_str, level): ...\n"
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...\n"
     "async def later(prompt, answer): ...\ndef batch(prompts, completions): ...\n"
     "def few(prompt): ...\ndef spread(*texts, **fields): ...\n",
@@ -184,6 +185,8 @@ SOURCES = {
         ("made.with_tools", (), {"code": "wrong-type"}),
         ("made.compute_score", (), {"ok": True, "fields": ["data_source", "ground_truth", "extra_info"]}),
         ("made.compute_scores", (), {"code": "wrong-type"}),
+        ("made.compute_more", (), {"code": "wrong-type"}),
+        ("made.compute_more", ("level",), {"ok": True}),
         ("made.few", (), {"code": "wrong-type"}),
         ("made.spread", ("x",), {"ok": True, "fields": None}),
         ("made.absent", (), {"code": "not-importable"}),
