@@ -31,6 +31,7 @@ from launch.terminal.command_line import Key
 from launch.terminal.safe_text import on_one_line
 from pipeline import config
 from pipeline.config import KINDS, Problem, RecipeError, reference, refuse
+from pipeline.config.environments import scorers
 from pipeline.recipe import secrets
 from pipeline.recipe.problem_codes import CODES
 from pipeline.steering import steer_files
@@ -133,8 +134,10 @@ def explained(key: str, name: str | None, overrides: list[str]) -> str:
     if environment not in recipe.env:
         message = f"got {key}; expected an environment of {name}: {', '.join(recipe.env) or 'it has none'}"
         raise RecipeError(Problem("help", "not-a-choice", message))
-    kind = recipe.env[environment].kind
-    return reference.explained(key, [kind]) if kind in KINDS else user_imports.describe_kwargs(recipe, environment)
+    named = scorers(environment, recipe.env[environment])
+    if all(scorer.kind in KINDS for scorer in named):
+        return reference.explained(key, [scorer.kind for scorer in named])
+    return user_imports.describe_kwargs(recipe, environment)
 
 
 def show(name: str, overrides: list[str]) -> int:

@@ -42,7 +42,7 @@ def run_online(
 
     def validate() -> dict[str, float]:
         with metrics.clock("validation"), colocation.generating():
-            groups = collector.validate(validation)
+            groups = collector.validate(validation, step)
         run.attempt.check()
         run.logger.write_rollouts(step, groups, "val")
         return progress.note_validation(validation_metrics(groups))

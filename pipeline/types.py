@@ -34,6 +34,10 @@ LARGEST_REWARD = 1e15
 REWARDS = f"a number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
 
 
+REWARD = "reward/"
+"""Prefix of an episode's metrics that are rewards of their own. `Rollout.reward` is their weighted sum."""
+
+
 def is_reward(value: float) -> bool:
     """Return whether a policy can learn from a reward: a finite number within LARGEST_REWARD."""
     return abs(value) <= LARGEST_REWARD
@@ -145,6 +149,7 @@ class Rollout:
     failure: str = ""  # why it has no reward: it could not be judged, and is not trained on
     broke: str = ""  # how the answer made its environment fail, which counts as a wrong answer
     extracted: str = ""  # the answer that the environment found in the last turn; "": none
+    notes: dict[str, str] = field(default_factory=dict)  # the environment's texts about the last turn
 
     @property
     def tokens(self) -> np.ndarray:

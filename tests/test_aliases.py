@@ -67,7 +67,8 @@ def test_a_key_that_is_read_is_suggested_first():
         ("wandb_project=x", "wandb_project", "logger.wandb_enabled"),
         ("logger.comet_enabled=true", "logger.comet_enabled", "metrics.jsonl"),
         ("report_to=none", "report_to", "logger.mlflow_enabled"),
-        ("reward_funcs=a.b", "reward_funcs", "'env.NAME.kind'"),
+        ("reward_fn=a.b", "reward_fn", "'env.NAME.kind'"),
+        ("reward_weights=[1, 2]", "reward_weights", "'env.NAME.rewards'"),
     ],
 )
 def test_another_librarys_name_suggests_ours(given, key, meant):

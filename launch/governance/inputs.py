@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.preflight import model_readings
+from launch.preflight import model_readings, user_imports
 from launch.recipes.model_files import hub_cache, model_folder
 from pipeline import config
 from pipeline.algorithms.evaluate import TaskDataConfig
@@ -49,10 +49,10 @@ def write(recipe: Recipe, run_dir: Path) -> list[str]:
 def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yield {"key", "role", "name", "path", "origin", "files"} of each input of a recipe.
 
-    key: the recipe's key of the input. role: model, checkpoint, data, prompt or image. name: the key's value. path: the file or
-    folder that the name stands for; None if the name is not an absolute path and this machine does not have it. origin, files:
-    as `pipeline.lineage.input_records.complete_entry` adds them. A named data set also has "arguments": subset, split and
-    kwargs.
+    key: the recipe's key of the input. role: model, checkpoint, data, prompt, code or image. name: the key's value. path: the
+    file or folder that the name stands for; None if the name is not an absolute path and this machine does not have it. origin,
+    files: as `pipeline.lineage.input_records.complete_entry` adds them. A named data set also has "arguments": subset, split
+    and kwargs.
     """
     models = config.models(recipe) | config.served_models(recipe)
     for section, policy in models.items():
@@ -68,6 +68,9 @@ def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
             yield from _of_dataset(key, dataset)
     for key, path in model_readings.template_files(recipe).items():
         yield _entry(key, "prompt", str(path), path)
+    for code in user_imports.code_references(recipe):
+        if source := user_imports.source_of(code, recipe):
+            yield _entry(code.key, "code", code.path, source)
     for name, component in config.components(recipe).items():
         if component.container_image:
             yield _entry(f"cluster.{name}.container_image", "image", component.container_image, Path(component.container_image))

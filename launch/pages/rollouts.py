@@ -195,6 +195,7 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, Any]]:
     if turns := record.get("turns"):
         facts.append(("turns", len(turns)))
     facts += [(key, shorten(str(record[key]), 200)) for key in ("dataset", "failure") if record.get(key)]
+    facts += [(key, shorten(text, 200)) for key, text in record.get("notes", {}).items()]
     facts += [(key, _digits(value)) for key, value in record.items() if key not in OWN and isinstance(value, int | float)]
     if isinstance(answer := (record.get("task") or {}).get("answer"), str | int | float):
         facts.append(("answer", shorten(str(answer), 200)))

@@ -260,7 +260,7 @@ def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike]) -> Iterato
     if name == "train":
         yield from _data_paths(recipe)
     for code in user_imports.code_references(recipe):
-        if code.component == name and (folder := user_imports.folder_of(code.path, recipe)):
+        if code.component == name and (folder := user_imports.folder_of(code, recipe)):
             yield RequiredPath(f"the module of {code.key}", folder)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from pipeline.config import GENERATED_DATASETS, PAIRED, DatasetConfig, Problem, 
 from pipeline.data.chat import Encoder, unknown_token
 from pipeline.data.columns import column, column_names, guess_columns, judged_by_answer, recognize_columns
 from pipeline.data.file_tokenizer import FileTokenizer
-from pipeline.data.records import RecordReader, Turns
+from pipeline.data.records import GROUND_TRUTH, OF_VERL, RecordReader, Turns
 from pipeline.data.turns import GENERATION_BLOCK
 
 ENCODED = 256  # of the first records, and as many of the longest other ones
@@ -34,7 +34,10 @@ Numbered = list[tuple[int, Record]]
 class Fields:
     """Fields of a user's reward function. An environment that is a class has none."""
 
+    key: str  # that names the function, such as env.NAME.kind
+    path: str  # of the function
     required: Sequence[str]  # that it needs from a record
+    kwargs_key: str
     kwargs: Sequence[str] = ()  # that kwargs give, in place of columns of the same names
 
 
@@ -54,13 +57,13 @@ def problems(
     dataset: DatasetConfig,
     records: FirstRecords,
     tokenizer: Path | None,
-    fields: Fields | None,
+    fields: Sequence[Fields],
     notes: list[str],
 ) -> Iterator[Problem]:
     """Yield a problem for each fault of the records, one for all records with the same fault.
 
-    tokenizer: the path of the policy's tokenizer.json; None: encode no records. fields: those of the user's environment; None
-    if there is none. notes: receives which columns are read.
+    tokenizer: the path of the policy's tokenizer.json; None: encode no records. fields: those of the user's code in the
+    environment. notes: receives which columns are read.
     """
     numbered, usable, sizes = records.numbered, [], {}
     faults: dict[int, str] = {}
@@ -78,11 +81,11 @@ def problems(
             return
         rows, required = [record for _, record in numbered], ()
         notes += _absent_tools(recipe, key, dataset, rows)
-        if fields is not None:
+        if fields:
             notes += _replaced_columns(key, columns.dataset, fields, rows)
-            absent = list(_absent_columns(recipe, key, dataset, columns.dataset, fields.required, rows))
+            absent = list(_absent_columns(key, dataset, columns.dataset, fields, rows))
             yield from absent
-            required = () if absent else fields.required
+            required = () if absent else dict.fromkeys(name for one in fields for name in one.required)
         reader = RecordReader(recipe.data, columns.dataset)
         for number, record in numbered:
             try:
@@ -105,7 +108,7 @@ def problems(
         yield from _token_problems(recipe, records, tokenizer, [record for record in encoded if not record.fault])
 
 
-def _read(recipe: Recipe, reader: RecordReader, record: Record, required: Sequence[str]) -> int:
+def _read(recipe: Recipe, reader: RecordReader, record: Record, required: Iterable[str]) -> int:
     """Return about how many characters of a record are encoded. Raise ValueError with the first fault of its columns.
 
     required: fields that the user's reward function needs.
@@ -165,12 +168,13 @@ def _absent_tools(recipe: Recipe, key: str, dataset: DatasetConfig, records: lis
         yield f"{key}.tools_key: {message}{hint}"
 
 
-def _replaced_columns(key: str, dataset: DatasetConfig, fields: Fields, records: list[Record]) -> Iterator[str]:
-    """Yield a note for each argument of the user's reward function that kwargs give and the records have too."""
-    for name in _field_names(dataset, records) if fields.kwargs else ():
-        if name in fields.kwargs:
-            argument = f"env.{dataset.env_name}.kwargs.{name}"
-            yield f"{argument}: it replaces '{name}' of the records of {key}. Try another name to keep both"
+def _replaced_columns(key: str, dataset: DatasetConfig, fields: Sequence[Fields], records: list[Record]) -> Iterator[str]:
+    """Yield a note for each argument of a user's reward function that kwargs give and the records have too."""
+    names = _field_names(dataset, records)
+    for one in fields:
+        for name in names if one.kwargs else ():
+            if name in one.kwargs:
+                yield f"{one.kwargs_key}.{name}: it replaces '{name}' of the records of {key}. Try another name to keep both"
 
 
 def _columns(records: list[Record]) -> dict[str, None]:
@@ -180,16 +184,16 @@ def _columns(records: list[Record]) -> dict[str, None]:
 def _field_names(dataset: DatasetConfig, records: list[Record]) -> dict[str, None]:
     """Return the names of the fields that records give a reward function."""
     columns = _columns(records)
-    return columns | ({"expected": None} if dataset.output_key in columns or dataset.messages_key else {})
+    names = columns | ({"expected": None} if dataset.output_key in columns or dataset.messages_key else {})
+    return names | ({GROUND_TRUTH: None} if {OF_VERL, "expected"} & names.keys() else {})
 
 
 def _absent_columns(
-    recipe: Recipe, key: str, configured: DatasetConfig, dataset: DatasetConfig, fields: Sequence[str], records: list[Record]
+    key: str, configured: DatasetConfig, dataset: DatasetConfig, fields: Sequence[Fields], records: list[Record]
 ) -> Iterator[Problem]:
-    """Yield a problem if no record has a field that the user's reward function needs, or if `output_key` looks misspelt.
+    """Yield a problem for each reward function that needs a field which no record has, or if `output_key` looks misspelt.
 
-    configured: the data set as the recipe describes it. dataset: the data set with its recognized columns. fields: the fields
-    that the function needs.
+    configured: the data set as the recipe describes it. dataset: the data set with its recognized columns.
     """
     columns = _columns(records)
     if configured.output_key not in columns and (
@@ -199,13 +203,15 @@ def _absent_columns(
         yield Problem(f"{key}.output_key", "missing-column", message)
         return
     names = _field_names(dataset, records)
-    if absent := [field for field in fields if field not in names]:
-        answer = guess_columns(["output_key"], list(columns), judged=True)["output_key"]
-        hint = "a default for it, or a value in the environment's kwargs"
-        hint = f"{key}.output_key={answer}" if absent[0] == "expected" else hint
-        path = recipe.env[dataset.env_name or ""].kind
-        message = f"{path} needs {absent[0]}, but the records of {key} have: {', '.join(columns)}. Try {hint}"
-        yield Problem(f"env.{dataset.env_name}.kind", "missing-column", message)
+    for one in fields:
+        if absent := [field for field in one.required if field not in names]:
+            answer = guess_columns(["output_key"], list(columns), judged=True)["output_key"]
+            hint = "a default for it, or a value in the environment's kwargs"
+            hint = f"{key}.output_key={answer}" if absent[0] in ("expected", GROUND_TRUTH) else hint
+            near = difflib.get_close_matches(absent[0], columns, 1)
+            hint += f". Did you mean {near[0]}?" if near else ""
+            message = f"{one.path} needs {absent[0]}, but the records of {key} have: {', '.join(columns)}. Try {hint}"
+            yield Problem(one.key, "missing-column", message)
 
 
 # ---- tokens -------------------------------------------------------------------------------------------------------------

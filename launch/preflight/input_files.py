@@ -36,12 +36,12 @@ def problems(
     recipe: Recipe,
     pending: Sequence[os.PathLike] = (),
     notes: list[str] | None = None,
-    fields: Mapping[str, Fields] | None = None,
+    fields: Mapping[str, Sequence[Fields]] | None = None,
 ) -> Iterator[Problem]:
     """Yield problems of models, tokenizers and data files.
 
     pending: models of needed recipes that have not run yet, which are not checked. notes: receives how data files are read.
-    fields: name of a user's environment -> its fields (`user_imports.fields`).
+    fields: name of an environment -> the fields of the user's code in it (`user_imports.fields`).
     """
     notes = [] if notes is None else notes
     trains = config.trains(recipe)
@@ -56,11 +56,11 @@ def problems(
     tokenizer = yield from model_tokenizers.problems(recipe, pending, notes)
     yield from model_tokenizers.teacher_problems(recipe, tokenizer, pending)
     for key, dataset in config.keyed_sets(recipe.data).items() if trains else ():
-        yield from _check_dataset(recipe, key, dataset, tokenizer, notes, (fields or {}).get(dataset.env_name or ""))
+        yield from _check_dataset(recipe, key, dataset, tokenizer, notes, (fields or {}).get(dataset.env_name or "", ()))
 
 
 def _check_dataset(
-    recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: Path | None, notes: list[str], fields: Fields | None
+    recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: Path | None, notes: list[str], fields: Sequence[Fields]
 ) -> Iterator[Problem]:
     texts: list[Problem] = []
     with collected(texts):

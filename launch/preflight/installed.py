@@ -15,7 +15,6 @@ from pipeline.algorithms.evaluate import HARNESS_KINDS
 from pipeline.config import (
     KINDS,
     ComponentConfig,
-    EnvironmentConfig,
     Problem,
     Recipe,
     generates,
@@ -24,7 +23,7 @@ from pipeline.config import (
     trains,
     uses_megatron,
 )
-from pipeline.config.environments import kind_class
+from pipeline.config.environments import AnswerScorer, kind_class, scorers
 from pipeline.config.schema import TRACKERS
 from pipeline.environments.python_tool import SandboxArguments
 from pipeline.environments.tools import TOOLS, ToolsArguments, read_tool_kwargs, read_tools
@@ -53,9 +52,10 @@ def _needs(recipe: Recipe) -> Iterator[tuple[str, str, str, tuple[ComponentConfi
         writer = recipe.cluster.train if trains(recipe) else recipe.cluster.generate
         yield "checkpointing.encryption.enabled", "cryptography", message, (writer,)
     for name, environment in recipe.env.items():
-        if environment.kind in KINDS and (package := kind_class(environment.kind).package):
-            message = f"got {environment.kind}, but {package} is not installed. Try pip install 'hetstep[{environment.kind}]'"
-            yield f"env.{name}.kind", package, message, (recipe.cluster.generate,)
+        for scorer in scorers(name, environment):
+            if scorer.kind in KINDS and (package := kind_class(scorer.kind).package):
+                message = f"got {scorer.kind}, but {package} is not installed. Try pip install 'hetstep[{scorer.kind}]'"
+                yield scorer.key, package, message, (recipe.cluster.generate,)
     if not trains(recipe):
         return
     tracking = extras.find("tracking")
@@ -110,7 +110,8 @@ def sandbox_problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterato
     """
     if not generates(recipe):
         return
-    sandboxes = dict(pair for name, environment in recipe.env.items() for pair in _sandboxes(f"env.{name}.kwargs", environment))
+    every = (scorer for name, environment in recipe.env.items() for scorer in scorers(name, environment))
+    sandboxes = dict(pair for scorer in every for pair in _sandboxes(scorer))
     isolated = {key: arguments for key, arguments in sandboxes.items() if arguments.sandbox in ("auto", "bubblewrap")}
     for key in sorted(set(sandboxes) - set(isolated)):
         if sandboxes[key].sandbox == "none":
@@ -131,9 +132,10 @@ def sandbox_problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterato
             yield Problem(f"{key}.sandbox", "unsupported", str(error))
 
 
-def _sandboxes(key: str, environment: EnvironmentConfig) -> Iterator[tuple[str, SandboxArguments]]:
+def _sandboxes(scorer: AnswerScorer) -> Iterator[tuple[str, SandboxArguments]]:
     """Yield (key, kwargs) of each environment or tool that runs programs. Other checks report problems of the kwargs."""
-    arguments = read_kwargs(key, environment)[0] if environment.kind in KINDS else None
+    key = scorer.kwargs_key
+    arguments = read_kwargs(key, scorer.kind, scorer.kwargs)[0] if scorer.kind in KINDS else None
     if isinstance(arguments, SandboxArguments):
         yield key, arguments
     if isinstance(arguments, ToolsArguments):

@@ -24,10 +24,13 @@ from launch.executors import containers
 from launch.executors.executor import ROOT
 from launch.preflight import bounded, user_source
 from launch.preflight.data_records import Fields
+from launch.preflight.signatures import module_spec
 from launch.recipes.trust import Trust, trusted_folders
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS
 from pipeline.config import KINDS, Problem, Recipe, RecipeError, generates, is_dotted_path, keyed_sets, trains
+from pipeline.config.environments import scorers
 from pipeline.environments.tools import TOOLS, read_tools
+from pipeline.recipe import user_code
 
 PROBE_S = 30.0
 ABSENT = "there is no module"
@@ -38,20 +41,32 @@ class CodeReference:
     """User code that a recipe names."""
 
     key: str
-    path: str  # dotted
-    role: str  # environment, tool, dataset, format
+    path: str  # dotted, or FILE.py:NAME
+    role: str  # environment, reward, tool, dataset, format
     component: str  # whose ranks import it
     kwargs: dict[str, Any] = field(default_factory=dict)
+    environment: str = ""  # under `env`, for which it scores answers
+
+    @property
+    def kwargs_key(self) -> str:
+        """The key of `kwargs`."""
+        return f"{self.key.rpartition('.')[0]}.kwargs"
+
+    @property
+    def file(self) -> Path | None:
+        """The file that the path names; None for a dotted path."""
+        module, _ = user_code.split(self.path)
+        return Path(module) if user_code.is_file(module) else None
 
 
 def code_references(recipe: Recipe) -> list[CodeReference]:
     """Return the user code in a recipe: environments, tools, data sets and formats with a dotted path."""
     references = []
     for name, environment in recipe.env.items() if generates(recipe) else ():
-        if environment.kind not in KINDS:
-            references.append(
-                CodeReference(f"env.{name}.kind", environment.kind, "environment", "generate", environment.kwargs)
-            )
+        for scorer in scorers(name, environment):
+            if scorer.kind not in KINDS:
+                role = "reward" if scorer.reward else "environment"
+                references.append(CodeReference(scorer.key, scorer.kind, role, "generate", scorer.kwargs, name))
         if environment.kind == "tools":
             key = f"env.{name}.kwargs.tools"
             tools, _ = read_tools(key, environment.kwargs.get("tools"))  # checks of the recipe report its problems
@@ -92,12 +107,26 @@ def _python_path(recipe: Recipe) -> list[str]:
     return [folder for text in (*variables, os.environ.get("PYTHONPATH", "")) for folder in text.split(os.pathsep) if folder]
 
 
-def folder_of(path: str, recipe: Recipe) -> Path | None:
-    """Return the folder in `places` that holds the module of a dotted path; None if the module is installed or missing."""
-    top = path.partition(".")[0]
+def folder_of(reference: CodeReference, recipe: Recipe) -> Path | None:
+    """Return the folder of the file that a reference names, or the folder in `places` that holds its module.
+
+    None if the module is installed or missing.
+    """
+    if reference.file is not None:
+        return reference.file.parent
+    top = reference.path.partition(".")[0]
     return next(
         (folder for folder in places(recipe) if os.path.isfile(folder / f"{top}.py") or os.path.isdir(folder / top)), None
     )
+
+
+def source_of(reference: CodeReference, recipe: Recipe) -> Path | None:
+    """Return the file that a reference names or that holds its module; None if the module is installed or missing."""
+    if reference.file is not None:
+        return reference.file
+    module, _ = user_code.split(reference.path)
+    spec = module_spec(module, places(recipe)) if folder_of(reference, recipe) else None
+    return Path(spec.origin) if spec is not None and spec.origin and os.path.isfile(spec.origin) else None
 
 
 Replies = Mapping[str, dict[str, Any]]
@@ -112,8 +141,11 @@ def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
     references = code_references(recipe)
     folders = searched(recipe)
     trusted = trusted_folders(trust, folders)
+    of_files = trusted_folders(trust, [reference.file.parent for reference in references if reference.file])
     imported = [
-        reference for reference in references if trust is Trust.EVERYTHING or folder_of(reference.path, recipe) in trusted
+        reference
+        for reference in references
+        if trust is Trust.EVERYTHING or folder_of(reference, recipe) in (of_files if reference.file else trusted)
     ]
     replies = dict(_probe(recipe, imported, trust, trusted)) if imported else {}
     for reference in references:
@@ -131,32 +163,37 @@ def _read(reference: CodeReference, folders: Sequence[Path], checks_imports: boo
 
 
 def describe_kwargs(recipe: Recipe, name: str) -> str:
-    """Return lines about the kwargs of the environment `name`, of a user's kind, from its source. Raises RecipeError."""
-    kind = recipe.env[name].kind
-    try:
-        lines = user_source.arguments(kind, [*places(recipe), Path.cwd()])
-    except (user_source.CodeFault, RecursionError, ValueError) as error:
-        reply = error.reply if isinstance(error, user_source.CodeFault) else {}
-        message = f"{kind}: {reply.get('wrong') or reply.get('raised') or error}"
-        raise RecipeError(Problem(f"env.{name}.kind", "not-importable", message)) from None
-    if lines is None:
-        lines = ["not shown by its source"]
-    return "\n".join([f"kind: {kind}", *(f"env.{name}.kwargs.{line}" for line in lines)])
+    """Return lines about the kwargs of the user's code in the environment `name`, from its source. Raises RecipeError."""
+    lines = []
+    for reference in code_references(recipe):
+        if reference.environment == name:
+            try:
+                arguments = user_source.arguments(reference.path, [*places(recipe), Path.cwd()])
+            except (user_source.CodeFault, RecursionError, ValueError) as error:
+                reply = error.reply if isinstance(error, user_source.CodeFault) else {}
+                message = f"{reference.path}: {reply.get('wrong') or reply.get('raised') or error}"
+                raise RecipeError(Problem(reference.key, "not-importable", message)) from None
+            lines.append(f"{reference.key.rpartition('.')[2]}: {reference.path}")
+            lines += [f"{reference.kwargs_key}.{line}" for line in arguments or ["not shown by its source"]]
+    return "\n".join(lines)
 
 
-def fields(recipe: Recipe, replies: Replies) -> dict[str, Fields]:
-    """Return name under `env` -> the fields of this user's environment.
+def fields(recipe: Recipe, replies: Replies) -> dict[str, list[Fields]]:
+    """Return name under `env` -> the fields of each of the user's functions and classes in this environment.
 
-    An environment that is a class has none. Environments that could not be imported or are not valid are left out.
+    An environment that is a class has none. Code that could not be imported or is not valid is left out.
     """
-    return {
-        reference.key.split(".")[1]: Fields(
-            [name for name in replies[reference.key]["required"] if name not in reference.kwargs],
-            [*reference.kwargs] if "named" in replies[reference.key] else [],
-        )
-        for reference in code_references(recipe)
-        if reference.role == "environment" and "ok" in replies[reference.key]
-    }
+    found: dict[str, list[Fields]] = {}
+    for reference in code_references(recipe):
+        reply = replies[reference.key]
+        if reference.environment and "ok" in reply:
+            calls = "named" in reply  # with the kwargs
+            required = [name for name in reply["required"] if not calls or name not in reference.kwargs]
+            kwargs = [*reference.kwargs] if calls else []
+            found.setdefault(reference.environment, []).append(
+                Fields(reference.key, reference.path, required, reference.kwargs_key, kwargs)
+            )
+    return found
 
 
 def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) -> Iterator[Problem]:
@@ -200,7 +237,7 @@ def _unnamed_arguments(reference: CodeReference, answer: dict[str, Any]) -> Iter
         if name not in named:
             close_names = difflib.get_close_matches(name, named, 1)
             advice = f"Did you mean {close_names[0]}?" if close_names else f"Try a parameter {name}"
-            yield f"{reference.key.removesuffix('kind')}kwargs.{name}: only **fields of {reference.path} takes it. {advice}"
+            yield f"{reference.kwargs_key}.{name}: only **fields of {reference.path} takes it. {advice}"
 
 
 def _probe(
@@ -261,7 +298,7 @@ def _end(process: subprocess.Popen) -> None:
 def _wrong_code(reference: CodeReference, answer: dict[str, Any]) -> Problem:
     absent = answer["wrong"].startswith(ABSENT)
     hint = ". Try to move it beside the recipe's file, or to add its folder to module_folders=[FOLDER] or PYTHONPATH"
-    key = reference.key.removesuffix("kind") + "kwargs" if answer["code"] == "unknown-key" else reference.key
+    key = reference.kwargs_key if answer["code"] == "unknown-key" else reference.key
     return Problem(key, answer["code"], f"{reference.path}: {answer['wrong']}{hint if absent else ''}")
 
 

@@ -1,9 +1,10 @@
 """Describe a user's code: by an import in a process of its own, or from its source alone.
 
 A description is a reply: one of {ok, fields, required}, for a function with a signature also {named}, {wrong, code}, {absent,
-importer} and {raised, foreign}. `python -m launch.preflight.user_source REPLY` reads {folders, asked: {key: [path, role,
-kwargs]}} as JSON from stdin, imports the code, and writes key -> reply as JSON into the file REPLY. The caller discards the
-output of the code.
+importer} and {raised, foreign}. `fields` are the arguments that columns and kwargs can give; None for any.
+
+`python -m launch.preflight.user_source REPLY` reads {folders, asked: {key: [path, role, kwargs]}} as JSON from stdin, imports
+the code, and writes key -> reply as JSON into the file REPLY. The caller discards the output of the code.
 
 The source shows a module or a name that does not exist, a syntax error, a package that is not installed, and the parameters of
 functions and plain classes. It does not show names that are made at run time or by several statements, nor changes by
@@ -18,8 +19,10 @@ import abc
 import ast
 import builtins
 import difflib
+import functools
 import inspect
 import json
+import os
 import resource
 import sys
 import traceback
@@ -43,6 +46,8 @@ MAKE_NAMES = ("globals", "vars", "exec")
 """Functions by which a module binds names that its source does not show."""
 MEMORY = 32 << 30
 """Limit of the address space of the process that imports, of which torch for CUDA takes 10 GB."""
+KNOWN: dict[str, Any] = {"abc.ABC": abc.ABC, "functools.partial": functools.partial}
+"""Objects of the standard library whose effect on a signature the source shows."""
 UNKNOWN: Any = object()
 """Stands for an object that the source does not show."""
 
@@ -58,7 +63,10 @@ class CodeFault(Exception):
 
 
 def describe_imported(path: str, role: str, kwargs: Sequence[str]) -> dict[str, Any]:
-    """Import the user's object at a dotted path, and return the reply about it. role: environment, tool, dataset or format."""
+    """Import the user's object at a path, and return the reply about it.
+
+    role: environment, reward, tool, dataset or format
+    """
     try:
         loaded_object = user_code.load(path)
     except user_code.NotFound as error:
@@ -76,13 +84,12 @@ def describe_imported(path: str, role: str, kwargs: Sequence[str]) -> dict[str, 
 
 def _reply_about(loaded_object: Any, role: str, kwargs: Sequence[str]) -> dict[str, Any]:
     """Return the reply about an object or its stand-in."""
-    if role == "environment":
-        if wrong := custom.problem(loaded_object, kwargs):
-            return {"wrong": wrong, "code": "wrong-type" if custom.problem(loaded_object, ()) else "unknown-key"}
-        if not inspect.isclass(loaded_object):
-            reply = {"ok": True, "fields": custom.fields(loaded_object), "required": custom.required_fields(loaded_object)}
-            named = custom.named_parameters(loaded_object)
-            return reply if named is None else {**reply, "named": named}
+    if role in ("environment", "reward"):
+        if wrong := custom.problem(loaded_object, kwargs, role):
+            return {"wrong": wrong, "code": "wrong-type" if custom.problem(loaded_object, (), role) else "unknown-key"}
+        if form := custom.form_of(loaded_object):
+            reply = {"ok": True, "fields": None if form.takes_any else form.named, "required": form.required}
+            return {**reply, "named": form.named} if form.parameters and not inspect.isclass(loaded_object) else reply
     elif not callable(loaded_object):
         return {"wrong": f"it is a {type(loaded_object).__name__}, which cannot be called", "code": "wrong-type"}
     return {"ok": True, "fields": None, "required": []}
@@ -117,8 +124,13 @@ def arguments(path: str, folders: Sequence[Path]) -> list[str] | None:
     stand_in = SourceReader(folders, checks_imports=False).find(path)
     if stand_in is UNKNOWN:
         return None
-    parameters = list(inspect.signature(stand_in).parameters.values())[0 if isinstance(stand_in, type) else 2 :]
-    required = "required" if isinstance(stand_in, type) else "required, here or as a column of the records"
+    form = None if isinstance(stand_in, type) else custom.form_of(stand_in)
+    parameters = [
+        parameter
+        for parameter in inspect.signature(stand_in).parameters.values()
+        if form is None or parameter.name not in form.own
+    ]
+    required = "required" if form is None else "required, here or as a column of the records"
     return [
         f"{parameter.name}: {required if parameter.default is parameter.empty else f'default {parameter.default!r}'}"
         if parameter.kind is not parameter.VAR_KEYWORD
@@ -147,9 +159,9 @@ class SourceReader:
         return self._known[path]
 
     def _find(self, path: str) -> Any:
-        module, _, name = path.rpartition(".")
-        if path == "abc.ABC":
-            return abc.ABC
+        module, name = user_code.split(path)
+        if path in KNOWN:
+            return KNOWN[path]
         if module in OURS:
             try:
                 return user_code.load(path)
@@ -167,11 +179,13 @@ class SourceReader:
         nodes = [node for other, node in bound if other == name]
         if nodes:
             return self._stand_in(module, file, nodes[0]) if len(nodes) == 1 else UNKNOWN
-        if module_spec(path, self.folders) or {"*", "__getattr__"} & {other for other, _ in bound} or _may_bind(body, name):
+        is_module = not user_code.is_file(module) and module_spec(path, self.folders)
+        if is_module or {"*", "__getattr__"} & {other for other, _ in bound} or _may_bind(body, name):
             return UNKNOWN
         near = difflib.get_close_matches(name, [other for other, _ in bound], 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise CodeFault(wrong=f"{module} ({file}) has no {name}{hint}", code="not-importable")
+        of = module if user_code.is_file(module) else f"{module} ({file})"
+        raise CodeFault(wrong=f"{of} has no {name}{hint}", code="not-importable")
 
     def _stand_in(self, module: str, file: Path, node: ast.AST | tuple[str, ast.ImportFrom] | None) -> Any:
         """Return a stand-in for what a statement of a module binds to a name."""
@@ -182,17 +196,39 @@ class SourceReader:
         if isinstance(node, ast.Name):
             if hasattr(builtins, node.id):
                 return getattr(builtins, node.id)
-            return self.find(f"{module}.{node.id}")
+            return self.find(user_code.join(module, node.id))
         if isinstance(node, ast.Constant):
             return node.value
+        if isinstance(node, ast.Call):
+            return self._called(module, node)
         return self._class(module, node) if isinstance(node, ast.ClassDef) else UNKNOWN
+
+    def _called(self, module: str, node: ast.Call) -> Any:
+        """Return a stand-in for what a call makes: an object of a class with `__call__`, or a partial function."""
+        match node.func:
+            case ast.Name(name):
+                made = self.find(user_code.join(module, name)) if not hasattr(builtins, name) else UNKNOWN
+            case ast.Attribute(ast.Name("functools"), "partial"):
+                made = functools.partial
+            case _:
+                return UNKNOWN
+        names = [keyword.arg for keyword in node.keywords]
+        if None in names or any(isinstance(argument, ast.Starred) for argument in node.args):
+            return UNKNOWN
+        if made is functools.partial:
+            function, *given = node.args or [None]
+            inner = self._stand_in(module, Path(), function) if isinstance(function, ast.Name) else UNKNOWN
+            if not callable(inner):
+                return UNKNOWN
+            return functools.partial(inner, *[None] * len(given), **dict.fromkeys(map(str, names)))
+        return object.__new__(made) if isinstance(made, type) and custom.makes_reward(made) else UNKNOWN
 
     def _class(self, module: str, node: ast.ClassDef) -> Any:
         """Return a class with the methods of a definition; UNKNOWN if a decorator, a base or an attribute may change them."""
-        bases = [self.find(f"{module}.{base.id}") if isinstance(base, ast.Name) else UNKNOWN for base in node.bases]
+        bases = [self.find(user_code.join(module, base.id)) if isinstance(base, ast.Name) else UNKNOWN for base in node.bases]
         methods = {name: item for statement in node.body for name, item in _bound_names(statement)}
         plain = all(isinstance(item, Definition) and not getattr(item, "decorator_list", ()) for item in methods.values())
-        special = {name for name in methods if name.startswith("__") and name != "__init__"}
+        special = {name for name in methods if name.startswith("__") and name not in ("__init__", "__call__")}
         if node.decorator_list or node.keywords or special or not plain or not all(isinstance(base, type) for base in bases):
             return UNKNOWN
         members = {name: _function(item) for name, item in methods.items() if isinstance(item, Definition)}
@@ -204,11 +240,17 @@ class SourceReader:
     # ---- modules ----------------------------------------------------------------------------------------------------------
 
     def _is_theirs(self, module: str) -> bool:
+        if user_code.is_file(module):
+            return True
         spec = module_spec(module.partition(".")[0])
         return spec is None or spec.origin is None
 
     def _file(self, module: str) -> Path | None:
         """Return the source of a module; None if it has none, such as a folder. Raises CodeFault if there is no such module."""
+        if user_code.is_file(module):
+            if not os.path.isfile(module):
+                raise CodeFault(wrong=f"there is no file {module}", code="not-importable")
+            return Path(module)
         top = module.partition(".")[0]
         folders = [*self.folders, ROOT]
         spec = module_spec(module, folders)

@@ -32,6 +32,7 @@ GOVERNED = {
     "cluster.*.container_mounts": EXECUTES,
     "cluster.*.container_workdir": EXECUTES,
     "checkpointing.encryption": "how files are encrypted",
+    "env.*.rewards": EXECUTES,
     "env.*.kwargs.sandbox": "where programs of the policy run",
     "env.*.kwargs.readable": "what programs of the policy read",
     "env.*.kwargs.url": SENDS,

@@ -3,9 +3,9 @@
     rewards        scaled and shaped: `scaled_rewards`, `shaped_rewards`                                        NeMo-RL, DAPO
     by prompt      `group_advantages`, `sequence_advantages`                                  GRPO, RLOO, Dr. GRPO, REINFORCE++
 
-token_advantages.py has the advantages of tokens, which train ranks compute.
+several_rewards.py has the advantages of several rewards, and token_advantages.py those of tokens, which train ranks compute.
 
-Not supported: rewards of several components, process supervision (rewards for parts of an answer), Dr. GRPO's constant divisor.
+Not supported: process supervision (rewards for parts of an answer), Dr. GRPO's constant divisor.
 Dr. GRPO divides a step's sum of losses by the longest possible answer times the number of sequences. Our losses divide by the
 number of counted tokens, so the gradient has the same direction.
 """
@@ -27,11 +27,15 @@ GROUP_EPSILON = 1e-6  # keeps a group's division finite, as in NeMo-RL
 
 
 def scaled_rewards(group: RolloutGroup, config: RewardScalingConfig) -> np.ndarray:
-    """Return the rewards mapped from the source range to the target range, `[G]` float64. Ignore entries of failed episodes.
+    """Return the rewards mapped by `scaled`, `[G]` float64. Ignore entries of failed episodes."""
+    return scaled(np.array([rollout.reward for rollout in group.rollouts], np.float64), config)
+
+
+def scaled(rewards: np.ndarray, config: RewardScalingConfig) -> np.ndarray:
+    """Return rewards mapped from the source range to the target range, `[G]`.
 
     target_min + (clamp(r, source_min, source_max) - source_min) (target_max - target_min) / (source_max - source_min)
     """
-    rewards = np.array([rollout.reward for rollout in group.rollouts], np.float64)
     if not config.enabled:
         return rewards
     share = (rewards.clip(config.source_min, config.source_max) - config.source_min) / (config.source_max - config.source_min)

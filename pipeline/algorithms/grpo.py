@@ -10,6 +10,7 @@ loss.py. Settings of GRPO give the methods derived from it:
     SAPO          use_sapo=true, token_level_loss=false
     RLOO          use_leave_one_out_baseline=true, disable_ppo_ratio=true, normalize_rewards=false
     REINFORCE++   adv_estimator.name=reinforce_plus_plus
+    GDPO          adv_estimator.name=gdpo, with several rewards: several_rewards.py
     MOPD          adv_estimator.name=opd, disable_ppo_ratio=true: teacher_assignment.py
 
 The algorithm of the GRPO paper has use_leave_one_out_baseline=false, token_level_loss=false, and a KL penalty in the loss with
@@ -19,7 +20,7 @@ reference_policy_kl_gradient=estimate. Not supported: process supervision (rewar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -27,11 +28,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from typing_extensions import override
 
+from pipeline.algorithms import several_rewards
 from pipeline.algorithms.advantages import apply_to_scored, group_advantages, sequence_advantages
 from pipeline.algorithms.ahead import AsyncConfig
 from pipeline.algorithms.rewarded import RewardedAlgorithm
 from pipeline.algorithms.sections import RewardedConfig
-from pipeline.algorithms.teacher_assignment import SECTION, loaded_teachers, problems, with_teachers
+from pipeline.algorithms.teacher_assignment import SECTION, loaded_teachers, problems, training_environments, with_teachers
 from pipeline.recipe.problems import Problem
 from pipeline.recipe.values import Bool, Float
 
@@ -44,15 +46,16 @@ if TYPE_CHECKING:
 class AdvantageConfig:
     """Estimator of advantages."""
 
-    name: Literal["grpo", "reinforce_plus_plus", "opd"] = "grpo"
-    """Advantage estimator. opd: the log-probs of on_policy_distillation.teachers, without rewards."""
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = "grpo"
+    """Advantage estimator. gdpo: normalize each of env.NAME.rewards in its group, then their weighted sum over the step. opd:
+    the log-probs of on_policy_distillation.teachers, without rewards."""
     minus_baseline: Bool = True
     """name=reinforce_plus_plus: subtract the group's mean reward (REINFORCE++-baseline)."""
 
 
 @dataclass
 class GRPOConfig(RewardedConfig):
-    """Group relative policy optimization, and its variants (DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++, MOPD)."""
+    """Group relative policy optimization, and its variants (DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++, GDPO, MOPD)."""
 
     normalize_rewards: Bool = True
     """Divide advantages by the standard deviation of the group's rewards. false: Dr. GRPO."""
@@ -78,6 +81,7 @@ class GRPO(RewardedAlgorithm):
         self._plus_plus = self.section.adv_estimator.name == "reinforce_plus_plus"
         if self._plus_plus:
             self.needs = dataclasses.replace(self.needs, estimates=True, standardized="biased")
+        self._decoupled = self.section.adv_estimator.name == "gdpo"
         self._has_teachers = self.section.adv_estimator.name == "opd"
         if self._has_teachers:
             self.needs = dataclasses.replace(self.needs, old=True, old_of_first=True, estimates=True, teacher_logprobs=True)
@@ -86,6 +90,25 @@ class GRPO(RewardedAlgorithm):
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
         samples = super().compute_advantages(groups)
         return with_teachers(self.recipe, groups, samples) if self._has_teachers else samples
+
+    @override
+    def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        if not self._decoupled or not self.section.use_dynamic_sampling:
+            return super().select(groups)
+        weights = several_rewards.reward_names(groups, several_rewards.weights_of(self.recipe))
+        return [
+            group
+            for group in groups
+            if several_rewards.any_varies(group, weights[group.prompt.environment], self.section.reward_scaling)
+        ]
+
+    @override
+    def step_advantages(self, groups: list[RolloutGroup], rewards: list[np.ndarray]) -> Sequence[Sequence[float] | np.ndarray]:
+        section, weights = self.section, several_rewards.weights_of(self.recipe)
+        if not self._decoupled:
+            return super().step_advantages(groups, rewards)
+        switches = section.use_leave_one_out_baseline, section.normalize_rewards
+        return several_rewards.step_advantages(groups, weights, section, *switches)
 
     @override
     def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> np.ndarray:
@@ -134,6 +157,8 @@ class GRPO(RewardedAlgorithm):
         config, estimator, key = self.section, self.section.adv_estimator, f"{self.name}.adv_estimator"
         low, high = config.advantage_clip_low, config.advantage_clip_high
         yield from self._check_teachers()
+        if self._decoupled:
+            yield from self._check_several_rewards()
         alone = config.num_generations_per_prompt < 2 and not self._has_teachers
         if alone and (not self._plus_plus or estimator.minus_baseline):
             message = "got 1; expected at least 2, since one answer has no baseline but itself and every advantage would be 0"
@@ -148,6 +173,17 @@ class GRPO(RewardedAlgorithm):
         if low is not None and high is not None and low > high:
             message = f"got {low}; expected at most {self.name}.advantage_clip_high={high}"
             yield Problem(f"{self.name}.advantage_clip_low", "too-large", message)
+
+    def _check_several_rewards(self) -> Iterator[Problem]:
+        key, weights = f"{self.name}.adv_estimator.name", several_rewards.weights_of(self.recipe)
+        for name in training_environments(self.recipe):
+            is_own = name in self.recipe.env and "." in (several_rewards.judge_of(self.recipe, name).kind or "")
+            if name in self.recipe.env and len(weights.get(name, {})) < 2 and not is_own:  # own code may return several
+                message = f"got gdpo, but env.{name} has one reward; expected at least two, each normalized on its own"
+                yield Problem(key, "contradiction", f"{message}. Try env.{name}.rewards, or grpo")
+        if self.section.reward_shaping.enabled:
+            message = f"got true with {key}=gdpo, which uses each reward of its own; expected false, since it shapes their sum"
+            yield Problem(f"{self.name}.reward_shaping.enabled", "has-no-effect", f"{message}. Try a reward of the length")
 
     def _check_teachers(self) -> Iterator[Problem]:
         teachers, generation = self.recipe.on_policy_distillation.teachers, self.recipe.policy.generation

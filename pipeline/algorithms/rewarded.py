@@ -61,15 +61,18 @@ class RewardedAlgorithm(OnlineAlgorithm):
 
     @override
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
-        samples = []
-        for group in groups:
-            rewards = shaped_rewards(group, self.section)
-            for rollout, advantage, reward in zip(group.rollouts, self.advantages(group, rewards), rewards, strict=True):
+        samples, rewards = [], [shaped_rewards(group, self.section) for group in groups]
+        for group, advantages, of_group in zip(groups, self.step_advantages(groups, rewards), rewards, strict=True):
+            for rollout, advantage, reward in zip(group.rollouts, advantages, of_group, strict=True):
                 counts = not (self.section.overlong_filtering and is_truncated(rollout))
                 samples.append(make_sample(group.prompt, rollout, advantage, reward, counts))
         return samples
 
-    def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> Sequence[float]:
+    def step_advantages(self, groups: list[RolloutGroup], rewards: list[np.ndarray]) -> Sequence[Sequence[float] | np.ndarray]:
+        """Return the advantages of each group of a step, `[G]`. rewards: of each group, as for `advantages`."""
+        return [self.advantages(group, of_group) for group, of_group in zip(groups, rewards, strict=True)]
+
+    def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> Sequence[float] | np.ndarray:
         """Return the advantages of the rollouts of one prompt, `[G]`, from their shaped rewards, `[G]` float64."""
         raise NotImplementedError
 

@@ -44,6 +44,7 @@ from pipeline.config.environments import (
     AnswerCheck,
     EnvironmentConfig,
     answer_check,
+    judged_by_expected_answers,
     judged_by_own_code,
     kind_class,
     read_kwargs,

@@ -73,6 +73,7 @@ ppo.ppo_epochs policy.train_global_batch_size: num_iterations num_ppo_epochs
 ppo.adv_estimator.gae_gamma: gamma adv_estimator.gamma
 ppo.adv_estimator.gae_lambda: lam gae_lambda lambd
 grpo.adv_estimator.name algorithm: adv_estimator
+grpo.adv_estimator.name: multi_objective_aggregation
 loss_fn.token_level_loss dpo.preference_loss: loss_type
 loss_fn.sequence_level_importance_ratios: importance_sampling_level
 dpo.label_smoothing: label_smoothing
@@ -100,8 +101,10 @@ data.train.output_key: label_key answer_key output_key
 data.train.prompt_file: prompt_file
 data.train.system_prompt_file: system_prompt system_prompt_file
 data.shuffle: shuffle_dataset
-env.NAME.kind: reward_funcs reward_fn reward_function custom_reward_function.path remote_rm_url custom_reward_function.name
+env.NAME.rewards env.NAME.kind: reward_funcs
+env.NAME.kind: reward_fn reward_function custom_reward_function.path remote_rm_url custom_reward_function.name
 env.NAME.kind: reward_func reward
+env.NAME.rewards: reward_weights gdpo_reward_weights gdpo_reward_keys
 env.NAME.model_name env.NAME.kind: reward_model reward_model_path reward_pretrain reward_model.path
 run_dir: output_dir checkpoint_dir default_local_dir log_dir logging_dir save_path
 name: run_name experiment_name exp_name

@@ -3,22 +3,27 @@
 A new kind is one file in `pipeline/environments/` and one line in KINDS. Its class describes and checks its `kwargs`
 (`pipeline/environments/environment.py`). Only modules of kinds that a recipe names are imported. The kwargs of your own kinds
 are checked where they are imported: `pipeline/environments/custom.py`.
+
+An environment has a `kind`, or several `rewards` of the policy's last answer, whose weighted sum is its reward. The parts of
+either form are its scorers (`scorers`), so that a check of kinds and kwargs is the same for both.
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from pipeline.config import schema_validation
 from pipeline.config.policy import Precision, TokenizerConfig
 from pipeline.recipe import user_code
 from pipeline.recipe.problems import Problem
-from pipeline.recipe.values import HF_OVERRIDES, MISSING, Bool, Check, Float, Line, Positive, Text, interpolation, not_a_kind
+from pipeline.recipe.values import HF_OVERRIDES, Bool, Check, Float, Line, Positive, Text, interpolation, not_a_kind
 
 KINDS = {
+    "answer_tags": "pipeline.environments.answer_tags.AnswerTags",
     "calculator": "pipeline.environments.tools.CalculatorEnvironment",
     "code": "pipeline.environments.code.Code",
     "code_benchmark": "pipeline.environments.code_benchmark.CodeBenchmark",
@@ -45,6 +50,35 @@ class RewardTokenizerConfig(TokenizerConfig):
     """Tokenizer. null: the one in the reward model's folder."""
 
 
+OWN_CODE = "the dotted path of your own class or function, or FILE.py:NAME with a path relative to the recipe's folder"
+Kind = Annotated[Text, Check(lambda kind: not_a_kind(kind, KINDS, files=True), "not-a-choice")]
+
+
+@dataclass
+class RewardConfig:
+    """One of several rewards of an answer."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    fn: Annotated[Kind, Field(description=f"A kind of one turn; {OWN_CODE}.")]
+    weight: Annotated[Float, Field(ge=-1e15, le=1e15)] = 1.0
+    """Factor of this reward in the sum."""
+    name: Annotated[Text | None, Check(lambda name: _reward_name_error(name))] = None
+    """Name of its metrics. null: the last part of fn."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of fn."""
+
+    @property
+    def label(self) -> str:
+        """The name in metrics."""
+        return self.name or re.split(r"[.:]", self.fn)[-1]
+
+
+def _reward_name_error(name: str | None) -> str | None:
+    fits = name is None or re.fullmatch(r"[A-Za-z0-9_.-]+", name)
+    return None if fits else f"got {name!a}; expected letters, digits, and any of _ - ."
+
+
 @dataclass
 class EnvironmentConfig:
     """An environment scores answers, and may reply to the policy before the final answer.
@@ -52,17 +86,22 @@ class EnvironmentConfig:
     model_name and the keys after it are for kind reward_model.
     """
 
-    kind: Annotated[
-        Text,
-        Check(lambda kind: not_a_kind(kind, KINDS), "not-a-choice"),
-        Field(description=f"One of {', '.join(KINDS)}; or the dotted path of your own class or function."),
-    ] = MISSING
+    kind: Annotated[Kind | None, Field(description=f"One of {', '.join(KINDS)}; or {OWN_CODE}. null: see rewards.")] = None
+    rewards: Annotated[
+        list[RewardConfig],
+        Field(
+            description="Several rewards of an answer, in place of kind and kwargs: a list of {fn, weight, name, kwargs}. fn is"
+            f" a kind of one turn, {OWN_CODE}; weight is 1 by default, and name the last part of fn. The reward is the weighted"
+            " sum; each is logged as reward/NAME."
+        ),
+    ] = field(default_factory=list)
     timeout_s: Annotated[Float, Field(gt=0)] = 10.0
     """Time limit of one turn of an episode, in seconds."""
     workers: Positive | None = None
     """Turns that each engine scores concurrently. null: the kind's default."""
     broken_reward: Annotated[Float, Field(ge=-1e15, le=1e15)] = 0.0
-    """Reward of an answer that crashes its environment. Lower it if your own kind gives wrong answers less than 0."""
+    """Reward of an answer that crashes its environment; of several rewards, their sum. Lower it if your own kind gives wrong
+    answers less than 0."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the kind."""
     model_name: Line | None = None
@@ -82,17 +121,31 @@ Environments = Mapping[str, EnvironmentConfig]
 """Environments by their key under `env`."""
 
 
-@functools.cache
-def kind_class(kind: str) -> Any:
-    """Return the class of a kind in KINDS, a subclass of `pipeline.environments.environment.Kind`."""
-    return user_code.load(KINDS[kind])
+@dataclass(frozen=True)
+class AnswerScorer:
+    """What scores answers in an environment: the environment's kind, or one of its `rewards`."""
+
+    key: str  # of its kind: env.NAME.kind, or env.NAME.rewards[0].fn
+    kind: str
+    kwargs: dict[str, Any]
+    reward: RewardConfig | None = None  # None for the environment's kind
+
+    @property
+    def kwargs_key(self) -> str:
+        """The key of `kwargs`."""
+        return f"{self.key.rpartition('.')[0]}.kwargs"
 
 
-def read_kwargs(key: str, environment: EnvironmentConfig) -> tuple[Any, list[Problem]]:
-    """Return (arguments with defaults, problems of the kwargs at `key`) of an environment of a built-in kind."""
-    kind = kind_class(environment.kind)
-    arguments, problems = schema_validation.validate_mapping(kind.Arguments, key, environment.kwargs)
-    return arguments, problems or list(kind.check(key, arguments))
+def scorers(name: str, environment: EnvironmentConfig) -> list[AnswerScorer]:
+    """Return what scores answers in the environment `env.<name>`: its kind, if it has one, then its rewards in their order."""
+    kind = [] if environment.kind is None else [AnswerScorer(f"env.{name}.kind", environment.kind, environment.kwargs)]
+    return [
+        *kind,
+        *(
+            AnswerScorer(f"env.{name}.rewards[{number}].fn", reward.fn, reward.kwargs, reward)
+            for number, reward in enumerate(environment.rewards)
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -103,43 +156,103 @@ class AnswerCheck:
     at_start: int  # answers of a data set to check before the run; the others are checked where they are used
 
 
+@functools.cache
+def kind_class(kind: str) -> Any:
+    """Return the class of a kind in KINDS, a subclass of `pipeline.environments.environment.Kind`."""
+    return user_code.load(KINDS[kind])
+
+
+def read_kwargs(key: str, kind: str, kwargs: dict[str, Any]) -> tuple[Any, list[Problem]]:
+    """Return (arguments with defaults, problems of the kwargs at `key`) of a built-in kind."""
+    described = kind_class(kind)
+    arguments, problems = schema_validation.validate_mapping(described.Arguments, key, kwargs)
+    return arguments, problems or list(described.check(key, arguments))
+
+
 def answer_check(environments: Environments, name: str | None) -> AnswerCheck | None:
     """Return the check of expected answers of an environment, or of the `judge` in its kwargs.
 
     Return None if there is no such check: for kinds of the user, and if the kwargs have problems.
     """
-    judge = _judge(environments, name)
-    if judge is None or judge.kind not in KINDS:
-        return None
-    arguments, problems = read_kwargs("kwargs", judge)
-    kind = kind_class(judge.kind)
-    return None if problems else AnswerCheck(functools.partial(kind.check_answer, arguments=arguments), kind.checked_at_start)
+    checks = []
+    for scorer in judging_scorers(environments, name):
+        if scorer.kind in KINDS:
+            arguments, problems = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)
+            if not problems:
+                kind = kind_class(scorer.kind)
+                checks.append(AnswerCheck(functools.partial(kind.check_answer, arguments=arguments), kind.checked_at_start))
+    if len(checks) < 2:
+        return next(iter(checks), None)
+    return AnswerCheck(functools.partial(_check_all, checks), min(check.at_start for check in checks))
+
+
+def _check_all(checks: list[AnswerCheck], answer: str) -> None:
+    for check in checks:
+        check.check(answer)
+
+
+def judging_scorers(environments: Environments, name: str | None) -> list[AnswerScorer]:
+    """Return the scorers of environment `name`, or of the `judge` in its kwargs."""
+    environment = environments.get(name) if name else None
+    if environment is None or name is None:
+        return []
+    judge = str(environment.kwargs.get("judge"))
+    return scorers(judge, environments[judge]) if judge in environments else scorers(name, environment)
 
 
 def judged_by_own_code(environments: Environments, name: str | None) -> bool:
     """Return whether user code scores an environment's answers: the environment itself, or the `judge` in its kwargs."""
-    judge = _judge(environments, name)
-    return judge is not None and judge.kind not in KINDS
+    return any(scorer.kind not in KINDS for scorer in judging_scorers(environments, name))
 
 
-def _judge(environments: Environments, name: str | None) -> EnvironmentConfig | None:
-    """Return the environment that scores the answers of environment `name`: the `judge` in its kwargs, or itself."""
-    environment = environments.get(name) if name else None
-    return environment and environments.get(environment.kwargs.get("judge", ""), environment)
+def judged_by_expected_answers(environments: Environments, name: str | None) -> bool:
+    """Return whether a kind that needs expected answers scores an environment's answers."""
+    return any(scorer.kind in KINDS and scorer.kind != "reward_model" for scorer in judging_scorers(environments, name))
 
 
 def check_environments(environments: Environments) -> Iterator[Problem]:
     """Yield the problems of the environments' kwargs, alone and in combination with other environments."""
     for name, environment in environments.items():
-        if environment.kind not in KINDS:
-            continue
-        key = f"env.{name}.kwargs"
-        arguments, problems = read_kwargs(key, environment)
-        for problem in problems:
-            yield _as_secret(problem) if problem.code == "unknown-key" and "key" in problem.key[len(key) :] else problem
-        if hasattr(arguments, "judge"):
-            yield from _check_judge(environments, f"{key}.judge", arguments.judge)
-            yield from _check_workers(f"env.{name}.workers", environment, arguments.judge, environments.get(arguments.judge))
+        yield from _check_rewards(f"env.{name}", environment)
+        for scorer in scorers(name, environment):
+            if scorer.kind not in KINDS:
+                continue
+            key = scorer.kwargs_key
+            arguments, problems = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)
+            for problem in problems:
+                is_secret = problem.code == "unknown-key" and "key" in problem.key[len(key) :]
+                yield _as_secret(problem) if is_secret else problem
+            if scorer.reward is None and hasattr(arguments, "judge"):
+                judge = environments.get(arguments.judge)
+                yield from _check_judge(environments, f"{key}.judge", arguments.judge)
+                yield from _check_workers(f"env.{name}.workers", environment, arguments.judge, judge)
+
+
+def _check_rewards(key: str, environment: EnvironmentConfig) -> Iterator[Problem]:
+    """Yield the problems of an environment's kind and rewards, of which it has one."""
+    kind, rewards = environment.kind, environment.rewards
+    if kind is None and not rewards:
+        yield Problem(f"{key}.kind", "missing-value", f"{schema_validation.NO_VALUE}. Try a kind, or {key}.rewards")
+    if kind is not None and rewards:
+        message = (
+            f"got rewards with {key}.kind={kind}; expected one of the two. Try {key}={{_override_: true, rewards: [...]}}, or"
+            f" the kind as an entry {{fn: {kind}}}"
+        )
+        yield Problem(f"{key}.rewards", "contradiction", message)
+    if rewards and environment.kwargs and kind is None:
+        message = f"got {', '.join(environment.kwargs)}; expected kwargs in the entries of {key}.rewards"
+        yield Problem(f"{key}.kwargs", "has-no-effect", f"{message}. Try {{fn: {rewards[0].fn}, kwargs: {{...}}}}")
+    labels = [reward.label for reward in rewards]
+    for number, reward in enumerate(rewards):
+        at = f"{key}.rewards[{number}]"
+        if reward.fn in KINDS and not kind_class(reward.fn).is_final:
+            one_turn = ", ".join(kind for kind in KINDS if kind_class(kind).is_final)
+            yield Problem(f"{at}.fn", "not-a-choice", f"got {reward.fn}; expected a kind of one turn: {one_turn}")
+        if reward.label in labels[:number]:
+            message = f"got {reward.label} a second time; expected names that differ"
+            yield Problem(f"{at}.name", "contradiction", f"{message}. Try name: {reward.label}_{number}")
+        if reward.weight == 0 and all(other.weight == 0 for other in rewards):
+            yield Problem(f"{at}.weight", "has-no-effect", "got 0, as for all rewards; expected a weight other than 0")
 
 
 def _as_secret(problem: Problem) -> Problem:
@@ -148,7 +261,7 @@ def _as_secret(problem: Problem) -> Problem:
 
 
 def _check_judge(environments: Environments, key: str, judge: str) -> Iterator[Problem]:
-    fit = [name for name, one in environments.items() if one.kind not in KINDS or kind_class(one.kind).is_final]
+    fit = [name for name, one in environments.items() if one.kind not in KINDS or kind_class(str(one.kind)).is_final]
     if judge not in fit:
         why = f"of kind {environments[judge].kind} cannot score a final answer" if judge in environments else "does not exist"
         text = f"got '{judge}', but env.{judge} {why}; expected one of: {', '.join(fit) or 'none'}"

@@ -50,7 +50,7 @@ def check_reward_model(recipe: Recipe) -> Iterator[Problem]:
         if kind == "reward_model" and model is None:
             yield Problem(key, "missing-value", "got null; expected the reward model's folder, or its Hugging Face name")
         if kind != "reward_model" and model is not None:
-            yield Problem(key, "has-no-effect", f"got {model}, but the kind is {kind}; only kind reward_model has a model")
+            yield Problem(key, "has-no-effect", f"got {model}; only kind reward_model has a model, not {kind or 'null'}")
 
 
 def critic(recipe: Recipe) -> PolicyConfig:

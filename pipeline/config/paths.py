@@ -20,7 +20,7 @@ from pipeline.config.config_tree import RECIPES, ConfigMapping, ConfigValue, no_
 from pipeline.config.data import GENERATED_DATASETS, NAMED_DATASETS, is_dotted_path
 from pipeline.config.interpolation import interpolated
 from pipeline.recipe.problems import Problem, RecipeError, collected
-from pipeline.recipe.values import is_template
+from pipeline.recipe.values import IN_FILE, is_template
 
 FILES = (
     *("data.*.data_path", "data.*.prompt_file", "data.*.system_prompt_file", "module_folders"),
@@ -34,6 +34,8 @@ NAMES = (  # a folder, or a name of a hub
 )
 TEMPLATES = ("*.tokenizer.chat_template",)
 """Keys whose values are a template, a path, or a name. A value is a path if it exists, ends in .jinja, or has a slash."""
+CODE = ("env.*.kind", "env.*.rewards")
+"""Keys whose values, or the key `fn` of a list's entries, are FILE.py:NAME or no path."""
 MARKED = (
     *("cluster.*.container_image", "cluster.*.container_mounts", "cluster.*.gpu", "cluster.*.python"),
     "cluster.audit",
@@ -60,6 +62,8 @@ def absolute(tree: ConfigMapping, folders: Mapping[str, Path | None] = {}) -> di
         with collected(found := []):
             if key == "run_dir" and isinstance(value, str) and value:
                 leaf.value = _from(Path.cwd(), value)
+            elif kind is CODE:
+                leaf.value = _code(folder, leaf.value)
             elif kind is TEMPLATES:
                 leaf.value = _template(folder, leaf.value)
             elif kind is MARKED and isinstance(value, list):
@@ -82,7 +86,7 @@ def is_path(key: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _kind(key: str) -> tuple[str, ...] | None:
     return next(
-        (kind for kind in (FILES, NAMES, MARKED, TEMPLATES) if any(fnmatch.fnmatchcase(key, one) for one in kind)), None
+        (kind for kind in (FILES, NAMES, CODE, MARKED, TEMPLATES) if any(fnmatch.fnmatchcase(key, one) for one in kind)), None
     )
 
 
@@ -108,6 +112,17 @@ def _marked(folder: Path, value: object) -> object:
         return value
     path, colon, rest = value.partition(":")
     return f"{_from(folder, path)}{colon}{rest}"
+
+
+def _code(folder: Path, value: object) -> object:
+    """Return FILE.py:NAME with an absolute path, also as `fn` of a list's entries; other values unchanged."""
+    if isinstance(value, list):
+        return [
+            {**item, "fn": _code(folder, item.get("fn"))} if isinstance(item, dict) and "fn" in item else item for item in value
+        ]
+    if not isinstance(value, str) or not (found := IN_FILE.fullmatch(value)):
+        return value
+    return f"{_file(folder, found['file'])}:{found['name']}"
 
 
 def _template(folder: Path, value: object) -> object:
@@ -191,4 +206,6 @@ def names_own_code(key: str, value: object) -> bool:
     if fnmatch.fnmatchcase(key, "env.*.kwargs.tools*"):
         texts = value if isinstance(value, list) else [value]
         return any(isinstance(text, str) and "." in text for text in texts)
+    if fnmatch.fnmatchcase(key, "env.*.rewards"):
+        return isinstance(value, list) and any(isinstance(item, dict) and "." in str(item.get("fn")) for item in value)
     return fnmatch.fnmatchcase(key, "env.*.kind") and isinstance(value, str) and "." in value

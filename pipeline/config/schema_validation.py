@@ -185,6 +185,8 @@ EXPECTED = {
     "dataclass": "a mapping of keys",
 }
 """First word of a pydantic error type -> message of a `wrong-type`; braces hold values from pydantic's context."""
+UNEXPECTED = "unexpected_keyword_argument"
+"""Type of pydantic's error for an unknown key of a dataclass that forbids them."""
 NO_VALUE = "got no value; expected one, since the key has no default"
 BOUNDS = {
     "literal_error": ("not-a-choice", "one of: {expected}"),
@@ -226,9 +228,24 @@ def validate(section: type, values: dict[str, Any]) -> tuple[Any, list[Problem]]
     except ValidationError as error:
         problems: dict[str, Problem] = {}
         for one in error.errors(include_url=False):
-            key = ".".join(_printable(name) for name in one["loc"] if isinstance(name, str) and name != "[key]")
-            problems.setdefault(key, _problem(key, one))
+            key = _key(one["loc"])
+            problems.setdefault(key, _problem(key, one) if one["type"] != UNEXPECTED else _of_item(section, key, one["loc"]))
         return None, list(problems.values())
+
+
+def _of_item(section: Any, key: str, location: tuple[int | str, ...]) -> Problem:
+    """Return the problem of an unknown key in a list's item; `unknown_keys` finds all others."""
+    for part in location[:-1]:
+        section = fields(section)[str(part)] if dataclasses.is_dataclass(section) else get_args(section)[-1]
+    near = _siblings(section, str(location[-1]))
+    hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(fields(section))}"
+    return Problem(key, "unknown-key", f"is not a key; {hint}")
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    """Return the key at a location of pydantic. The number of an item is shown if the key goes on inside the item."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{_printable(part)}" for part in location if part != "[key]"]
+    return "".join(parts[:-1] if location and isinstance(location[-1], int) else parts).removeprefix(".")
 
 
 def _blank(values: Any, name: str, *rest: str) -> None:

@@ -11,6 +11,7 @@ equals the synchronous run to the last bit, on CPUs or with policy.deterministic
 
 from __future__ import annotations
 
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -79,9 +80,9 @@ class Collector(ABC):
         recipe allows do not fill the step.
         """
 
-    def validate(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        """Return judged rollouts of each prompt, one group per prompt, in their order."""
-        self._dispatch.send(prompts, self._validation)
+    def validate(self, prompts: Sequence[Prompt], step: int = 0) -> list[RolloutGroup]:
+        """Return judged rollouts of each prompt, one group per prompt, in their order. step: number of completed steps."""
+        self._dispatch.send(prompts, self._validation, step=step)
         return self._judge(self._dispatch.wait_for(prompts, self._validation.purpose))
 
     @abstractmethod
@@ -148,7 +149,7 @@ class SyncCollector(Collector):
     @override
     def send(self, prompts: Sequence[Prompt], step: int) -> None:
         self._batch = list(prompts)
-        self._dispatch.send(prompts, self._train)
+        self._dispatch.send(prompts, self._train, step=step)
 
     @override
     def collect(self, prompts: Prompts, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
@@ -222,7 +223,7 @@ class AsyncCollector(Collector):
     @override
     def send(self, prompts: Sequence[Prompt], step: int) -> None:
         self._buffer.begin(prompts, step)
-        self._dispatch.send(prompts, self._train)
+        self._dispatch.send(prompts, self._train, step=step)
 
     @override
     def collect(self, prompts: Prompts, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
@@ -310,9 +311,9 @@ class AsyncCollector(Collector):
                 self._buffer.complete(saved.group)
         self._buffer.check(step)
         unfinished = [saved for saved in groups if not saved.group]
-        self._dispatch.send(
-            [saved.prompt for saved in unfinished], self._train, {saved.prompt.index: saved.rollouts for saved in unfinished}
-        )
+        finished = {saved.prompt.index: saved.rollouts for saved in unfinished}
+        for begun, alike in itertools.groupby(unfinished, lambda saved: saved.begun):
+            self._dispatch.send([saved.prompt for saved in alike], self._train, finished, step=begun)
         values = resumed_metrics(groups)
         kept, redone, tokens, unsent = map(int, values.values())
         logger.info(

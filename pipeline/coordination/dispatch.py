@@ -69,10 +69,13 @@ class Dispatcher:
             episodes[message.engine] += len(message.open) * message.spec.samples
         return episodes
 
-    def send(self, prompts: Sequence[Prompt], spec: RolloutSpec, finished: FinishedRollouts | None = None) -> None:
+    def send(
+        self, prompts: Sequence[Prompt], spec: RolloutSpec, finished: FinishedRollouts | None = None, step: int = 0
+    ) -> None:
         """Send groups to the engines.
 
-        finished: prompt index -> sample -> rollout, for rollouts of these groups that an earlier run has finished.
+        finished: prompt index -> sample -> rollout, for rollouts of these groups that an earlier run has finished. step: number
+        of completed steps.
         """
         episodes = self.outstanding
         shares: list[list[Prompt]] = [[] for _ in self._engines]
@@ -82,9 +85,9 @@ class Dispatcher:
             episodes[engine] += spec.samples
         for engine, share in enumerate(shares):
             for message in [[prompt] for prompt in share] if spec.apart else [share] * bool(share):
-                self._send(engine, message, spec, finished or {})
+                self._send(engine, message, spec, finished or {}, step)
 
-    def _send(self, engine: int, prompts: list[Prompt], spec: RolloutSpec, finished: FinishedRollouts) -> None:
+    def _send(self, engine: int, prompts: list[Prompt], spec: RolloutSpec, finished: FinishedRollouts, step: int) -> None:
         number, self._numbers = self._numbers, self._numbers + 1
         work = RolloutWork(
             number,
@@ -96,6 +99,7 @@ class Dispatcher:
             self._max_turns,
             spec.urgent,
             {i: finished[prompt.index] for i, prompt in enumerate(prompts) if prompt.index in finished},
+            step,
         )
         future = self._engines[engine].call(GenerateRole.rollout, work)
         self._sent[number] = SentMessage(engine, spec, prompts, future, set(range(len(prompts))))

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.config import PAIRED, DatasetConfig, Recipe, generates, judged_by_own_code
+from pipeline.config import PAIRED, DatasetConfig, Recipe, generates, judged_by_expected_answers
 
 Message = dict[str, Any]
 """A turn of a conversation: {"role": ..., "content": ...} and other fields for its chat template, such as tool_calls."""
@@ -118,10 +118,7 @@ def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) ->
 
 def judged_by_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
     """Return whether the data set's environment needs expected answers. Reward models and user code may not need them."""
-    environment = recipe.env.get(dataset.env_name) if dataset.env_name is not None else None
-    return (
-        environment is not None and environment.kind != "reward_model" and not judged_by_own_code(recipe.env, dataset.env_name)
-    )
+    return judged_by_expected_answers(recipe.env, dataset.env_name)
 
 
 # ---- values of a record --------------------------------------------------------------------------------------------------

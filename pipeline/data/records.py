@@ -80,11 +80,11 @@ class RecordReader:
         return _content(self._answers(record)[-1], self.dataset.output_key)
 
     def check_fields(self, record: Record, fields: Iterable[str]) -> None:
-        """Raise ValueError if a record lacks a field that a reward function needs (`pipeline/environments/custom.py`)."""
+        """Raise ValueError if a record lacks a field that a reward function needs (`pipeline/environments/reward_forms.py`)."""
         for field in fields:
-            if field == "expected" and field not in record:
+            if (field == "expected" and field not in record) or (field == GROUND_TRUTH and ground_truth(record) is None):
                 self.answer(record)
-            else:
+            elif field != GROUND_TRUTH:
                 value_of(record, field)
 
     def _answers(self, record: Record) -> list[Message]:
@@ -281,6 +281,15 @@ def parse_record(line: bytes) -> Record:
         mend = ". Try one record a line: jq -c '.[]' FILE > NEW.jsonl" if isinstance(record, list) else ""
         raise ValueError(f"got a {type(record).__name__}; expected a JSON object{mend}")
     return record
+
+
+GROUND_TRUTH, OF_VERL = "ground_truth", "reward_model.ground_truth"
+"""A field of reward functions, and the nested column of verl's data that has it."""
+
+
+def ground_truth(record: Record) -> Any:
+    """Return the field `ground_truth` of a record, or that of verl's column, or the expected answer; None without any."""
+    return next((value for name in (GROUND_TRUTH, OF_VERL, "expected") if (value := column(record, name)) is not None), None)
 
 
 _ABSENT = object()

@@ -54,6 +54,7 @@ def encode_prompt(
         messages, or text   the prompt with or without a chat template, for a model with another tokenizer
         template_options    tools and variables of the chat template, if the record has any
         record              if `whole`: the record's columns of texts, numbers, lists and mappings
+        location            if `whole`, added by the stream: the record's file and line, for messages
 
     answered: whether a record must have an answer. whole: whether user code scores the answers.
     """
@@ -61,7 +62,7 @@ def encode_prompt(
     task: dict[str, Any] = {"text" if isinstance(question, str) else "messages": question}
     if "messages" in task and (options := encoder.template_options(record)):
         task["template_options"] = options
-    if whole:
+    if whole and not answered:
         with contextlib.suppress(ValueError):  # there is none, or it is not a text
             task["answer"] = encoder.answer(record)
     elif answered or column(record, encoder.dataset.output_key) is not None:
@@ -288,6 +289,8 @@ class _Items(Dataset):
         location = record_location(self._records, number)
         try:
             item = self._encode(self._encoder, position, self._records[number])
+            if isinstance(item, Prompt) and "record" in item.task:
+                item.task["location"] = location
         except (OSError, MemoryError):  # of the disk or the machine, not of the record
             raise
         except Exception as error:  # of a decoder, a template, a tokenizer or a user's data set: each raises what it likes

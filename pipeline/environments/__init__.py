@@ -3,7 +3,9 @@
     environment     the Environment protocol, Outcome, and the base class of built-in environments; start here
     build_environments  builds the environments of a recipe
     custom          the user's own classes and reward functions
+    rewards, reward_forms    one reward function, or several rewards with weights; the forms of ours, TRL and verl
     exact_match, multiple_choice, math, dapo_math    compare the answer with the expected answer
+    answer_tags     checks an answer between tags
     math_comparison     compares two expressions with math-verify
     code, code_tests    run the answer on the tests of a programming task
     llm_judge, reward_model    score the answer with a model

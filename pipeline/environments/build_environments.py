@@ -1,21 +1,27 @@
 """Build the environments that `env` in the recipe describes.
 
-`kind` is one of KINDS (pipeline/config/environments.py), or the dotted path of a user's class or function.
+`kind` is one of KINDS (pipeline/config/environments.py), or the path of a user's class or function. In place of it, an
+environment may have several `rewards`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from pipeline.config import KINDS, EnvironmentConfig, kind_class, read_kwargs
+from pipeline.config.environments import AnswerScorer, scorers
 from pipeline.environments import custom
 from pipeline.environments.environment import Environment, EnvironmentContext
+from pipeline.environments.rewards import KindReward, Reward, Rewards, Weighted
 from pipeline.recipe import user_code
 from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.recipe.values import not_a_kind
 from pipeline.sandbox.limits import SandboxError
 
+Made = TypeVar("Made")
 Configs = dict[str, EnvironmentConfig]
 JUDGE_WORKERS = 16
 """Workers of a built-in environment that judges for another environment, if neither sets a number."""
@@ -41,34 +47,64 @@ def build(configs: Configs, names: Collection[str] | None = None) -> dict[str, E
 
 
 def _build(name: str, config: EnvironmentConfig, configs: Configs) -> Environment:
-    key, code = f"env.{name}", "wrong-type"
-    try:
-        if config.kind in KINDS:
-            arguments, problems = read_kwargs(f"{key}.kwargs", config)
-            if problems:
-                raise RecipeError(*problems)
-            context = EnvironmentContext(
-                config.timeout_s, config.workers, lambda judge: _build_judge(key, config, configs, judge)
-            )
-            code = "unsupported"
-            environment = kind_class(config.kind).build(arguments, context)
-        elif unknown := not_a_kind(config.kind, KINDS):
-            raise RecipeError(Problem(f"{key}.kind", "not-a-choice", unknown))
-        else:
-            environment = custom.build(name, _load(f"{key}.kind", config.kind), config.kwargs)
-    except RecipeError:
-        raise
-    except (TypeError, ValueError, SandboxError) as error:
-        raise RecipeError(Problem(key, code, f"kind {config.kind}: {error}")) from error
+    named, key = scorers(name, config), f"env.{name}"
+    if config.rewards:
+        parts = [
+            Weighted(scorer.reward.label, scorer.reward.weight, _reward(scorer, config))
+            for scorer in named
+            if scorer.reward is not None
+        ]
+        environment: Environment = Rewards(parts, config.timeout_s)
+    elif not named:
+        raise RecipeError(Problem(f"{key}.kind", "missing-value", "got null; expected a kind"))
+    elif named[0].kind in KINDS:
+        environment = _built_in(named[0], config, lambda judge: _build_judge(key, config, configs, judge))
+    else:
+        environment = _own(named[0], lambda loaded: custom.build(named[0].kind, loaded, named[0].kwargs, config.timeout_s))
     environment.workers = config.workers or getattr(environment, "workers", 1)  # a user's class may lack it
     return environment
 
 
-def _load(key: str, path: str) -> object:
+def _reward(scorer: AnswerScorer, config: EnvironmentConfig) -> Reward:
+    if scorer.kind in KINDS:
+        return KindReward(scorer.kind, _built_in(scorer, config, _no_judge))
+    return _own(scorer, lambda loaded: custom.build_reward(scorer.kind, loaded, scorer.kwargs))
+
+
+def _no_judge(judge: str) -> Environment:
+    raise ValueError(f"got judge {judge}; expected a kind of one turn")
+
+
+def _built_in(scorer: AnswerScorer, config: EnvironmentConfig, judge: Callable[[str], Environment]) -> Environment:
+    arguments, problems = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)
+    if problems:
+        raise RecipeError(*problems)
+    context = EnvironmentContext(config.timeout_s, config.workers, judge)
+    with _refused(scorer, "unsupported"):
+        return kind_class(scorer.kind).build(arguments, context)
+
+
+def _own(scorer: AnswerScorer, make: Callable[[Any], Made]) -> Made:
+    """Return what `make` makes of the user's code."""
+    if unknown := not_a_kind(scorer.kind, KINDS, files=True):
+        raise RecipeError(Problem(scorer.key, "not-a-choice", unknown))
+    with _refused(scorer, "wrong-type"):
+        try:
+            return make(user_code.load(scorer.kind))
+        except user_code.NotFound as error:
+            raise RecipeError(Problem(scorer.key, "not-importable", str(error))) from error
+
+
+@contextlib.contextmanager
+def _refused(scorer: AnswerScorer, code: str) -> Iterator[None]:
+    """Convert the errors of a constructor to problems of the recipe."""
     try:
-        return user_code.load(path)
-    except user_code.NotFound as error:
-        raise RecipeError(Problem(key, "not-importable", str(error))) from error
+        yield
+    except RecipeError:
+        raise
+    except (TypeError, ValueError, SandboxError) as error:
+        key = scorer.key.removesuffix(".kind").removesuffix(".fn")
+        raise RecipeError(Problem(key, code, f"kind {scorer.kind}: {error}")) from error
 
 
 def _build_judge(key: str, config: EnvironmentConfig, configs: Configs, judge: str) -> Environment:

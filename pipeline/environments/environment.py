@@ -41,9 +41,21 @@ class Outcome:
 
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    """The metrics of the last turn count, and a training step reports their means. `accuracy` is shown beside the reward."""
+    """The metrics of the last turn count, and a training step reports their means. `accuracy` is shown beside the reward, and
+    `reward/NAME` is one of several rewards, which GDPO normalizes on their own."""
     observation: dict[str, str] | None = None  # reply to the policy: {"role", "content"}; None: the episode ends
     extracted: str = ""  # the text's answer in a normal form, the same for equal answers; "": none
+    notes: dict[str, str] = field(default_factory=dict)  # texts that the run's rollouts show beside the answer
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredTurn:
+    """The policy's text of one turn, and what a reward function may read besides."""
+
+    text: str
+    tokens: tuple[int, ...] | None = None  # of the text, with its stop token; None if only the text is known
+    step: int = 0  # completed training steps when the episode was requested
+    max_steps: int = 0  # of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +98,10 @@ class Environment(Protocol):
         wrong.
         """
         ...
+
+    def step_answer(self, episode: Any, answer: AnsweredTurn) -> Outcome:
+        """Judge an answer as `step` does. Override it to read more of the answer than its text."""
+        return self.step(episode, answer.text)
 
     def broken(self, how: str) -> Outcome | None:
         """Return the outcome of an answer that broke its judge, or None to count it as wrong. how: "timeout" or "crash"."""

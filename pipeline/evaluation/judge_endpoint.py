@@ -27,7 +27,7 @@ class EndpointJudge:
 
     def __init__(self, key: str, environment: EnvironmentConfig) -> None:
         """Bind to the environment at `key`, of kind llm_judge. Raises RecipeError for kwargs that do not fit."""
-        arguments, problems = read_kwargs(f"{key}.kwargs", environment)
+        arguments, problems = read_kwargs(f"{key}.kwargs", str(environment.kind), environment.kwargs)
         if problems:
             raise RecipeError(*problems)
         context = EnvironmentContext(environment.timeout_s, environment.workers, _no_other)

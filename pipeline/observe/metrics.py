@@ -73,6 +73,7 @@ class RolloutLine(TypedDict):
     turns: NotRequired[list[SaidTurn]]
     task: NotRequired[dict[str, Any] | None]
     spans: NotRequired[list[tuple[int, int]]]  # version of the weights, tokens
+    notes: NotRequired[dict[str, str]]
 
 
 class Metrics:
@@ -349,6 +350,7 @@ def _record(
         **({"failure": rollout.failure} if rollout.failure else {}),
         **({"broke": rollout.broke} if rollout.broke else {}),
         **({"extracted": rollout.extracted} if rollout.extracted else {}),
+        **({"notes": rollout.notes} if rollout.notes else {}),
         "finish": rollout.finish,
         "spans": [[span.version, span.tokens] for span in rollout.spans],
     }

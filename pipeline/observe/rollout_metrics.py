@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from pipeline.types import REWARD
 
 if TYPE_CHECKING:
     from pipeline.types import Rollout, RolloutGroup
@@ -26,8 +29,9 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
     """Return the number of episodes without a score, and means over the episodes with one (NaN if there are none).
 
     The means are of the reward, the share of answers that broke the reward function, the length in sampled tokens, the number
-    of turns, the share of answers cut for length, and each metric of the environment. An answer that broke the reward function
-    has no metrics; it counts as 0 in `accuracy`.
+    of turns, the share of answers cut for length, and each metric of the environment. Each of several rewards, `reward/NAME`,
+    also has its unbiased standard deviation, `reward_std/NAME`. An answer that broke the reward function has no metrics; it
+    counts as 0 in `accuracy`.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     judged = [rollout for rollout in rollouts if not rollout.failure]
@@ -43,7 +47,9 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
         "env_failures": float(sum(rollout.has_failed for rollout in rollouts)),
     }
     for name in sorted({name for rollout in judged for name in rollout.metrics}):
-        values[name] = _mean([rollout.metrics[name] for rollout in judged if name in rollout.metrics])
+        values[name] = _mean(found := [rollout.metrics[name] for rollout in judged if name in rollout.metrics])
+        if name.startswith(REWARD):
+            values[f"reward_std/{name.removeprefix(REWARD)}"] = statistics.stdev(found) if len(found) > 1 else math.nan
     if "accuracy" in values:
         environments = {
             group.prompt.environment for group in groups if any("accuracy" in rollout.metrics for rollout in group.rollouts)

@@ -100,15 +100,25 @@ Positive = Annotated[Int, Field(ge=1)]
 NotNegative = Annotated[Int, Field(ge=0)]
 
 
-def not_a_kind(kind: str, kinds: Iterable[str]) -> str | None:
-    """Return an error if `kind` is not one of `kinds` and cannot be the dotted path of a user's code, else None."""
+IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[^:]+)")
+"""A user's code in a file: the path of the file, and the name in it."""
+
+
+def not_a_kind(kind: str, kinds: Iterable[str], files: bool = False) -> str | None:
+    """Return an error if `kind` is not one of `kinds` and cannot be the path of a user's code, else None.
+
+    files: whether the path may be FILE.py:NAME too, not only a dotted path.
+    """
     parts = kind.split(".")
     if kind in kinds or (len(parts) > 1 and all(part.isidentifier() for part in parts)):
+        return None
+    if files and (found := IN_FILE.fullmatch(kind)) and found["name"].isidentifier():
         return None
     near = difflib.get_close_matches(kind.lower(), list(kinds), 1, 0.75)
     hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(kinds)}"
     if ".py" in kind:
         hint = "For `right` in my_reward.py beside the recipe, give my_reward.right"
+        hint += " or my_reward.py:right" if files else ""
     module = kind.removeprefix("./").removesuffix(".py").partition(".")[0]
     if "-" in module and ("." in kind or "/" in kind):
         renamed = f"{module.replace('-', '_')}.py"

@@ -243,7 +243,7 @@ class EpisodeDriver:
         is_last_turn, completion = episode.is_last_turn, episode.completion
         assert completion is not None  # the environment has judged it
         episode.reward += outcome.reward
-        episode.metrics, episode.extracted = outcome.metrics, outcome.extracted
+        episode.metrics, episode.extracted, episode.notes = outcome.metrics, outcome.extracted, outcome.notes
         is_unanswered, episode.completion = episode.is_unanswered, None
         if outcome.over or is_last_turn or outcome.observation is None:
             # Without `over`, the episode ends because it is cut, or because no room is left.

@@ -30,6 +30,7 @@ class Episode:
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     extracted: str = ""
+    notes: dict[str, str] = field(default_factory=dict)
     cut: bool = False  # end it as soon as possible
 
     def __str__(self) -> str:
@@ -110,9 +111,10 @@ class Episode:
         room = max_length - len(self.tokens) - len(self.completion.tokens) - 1
         prompt = None if any(not turn.thinking for turn in self.turns) else self.prompt
         environment, answer = self.prompt.environment, self.completion
+        tokens, last, stop = answer.tokens, self.is_last_turn, answer.stop
         if self.is_unanswered:
-            return StepRequest(self.id, str(self), environment, prompt, np.zeros(0, np.int32), True, room)
-        return StepRequest(self.id, str(self), environment, prompt, answer.tokens, self.is_last_turn, room, answer.stop)
+            tokens, last, stop = np.zeros(0, np.int32), True, ""
+        return StepRequest(self.id, str(self), environment, prompt, tokens, last, room, stop, self.work.step)
 
     def drawn_spans(self) -> list[VersionSpan]:
         """Return the version spans of all drawn turns, without the turn that is being drawn."""
@@ -121,7 +123,7 @@ class Episode:
 
     def rollout(self) -> Rollout:
         """Return the rollout of an episode that its environment ended, or that has no more turns."""
-        return Rollout(tuple(self.turns), self.reward, self.metrics, extracted=self.extracted)
+        return Rollout(tuple(self.turns), self.reward, self.metrics, extracted=self.extracted, notes=self.notes)
 
     def cut_rollout(self) -> Rollout:
         """Return the rollout of an episode that is cut before the policy answers the last observation."""
@@ -129,7 +131,7 @@ class Episode:
             return self.failed_rollout(NOTHING_SAID)
         *earlier_turns, last_turn = self.turns
         turns = (*earlier_turns, Turn(replace(last_turn.completion, finish="length")))
-        return Rollout(turns, self.reward, self.metrics, extracted=self.extracted)
+        return Rollout(turns, self.reward, self.metrics, extracted=self.extracted, notes=self.notes)
 
     def failed_rollout(self, cause: str) -> Rollout:
         """Return the rollout of an episode that failed for a reason other than its answers. It is not trained on."""

@@ -24,6 +24,7 @@ class RolloutWork:
     finished: dict[int, dict[int, Rollout]] = field(
         default_factory=dict
     )  # group index -> sample -> rollout that need not be sampled again
+    step: int = 0  # completed training steps when the work was first sent, which reward functions may read
 
 
 @dataclass(frozen=True, slots=True)

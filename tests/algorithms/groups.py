@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,3 +20,11 @@ def group_of(rewards: Sequence[float], lengths: Sequence[int] | None = None, cut
         completion = Completion(f"0/{i}", tokens, logprobs, (VersionSpan(0, length),), "length" if is_cut else "stop")
         rollouts.append(Rollout((Turn(completion),), reward))
     return RolloutGroup(Prompt(0, np.array([5, 6], np.int32), "math", {}), tuple(rollouts))
+
+
+def group_of_several(rewards: Sequence[dict[str, float]], environment: str = "math") -> RolloutGroup:
+    """Return answers with several rewards each, by name; their reward is the sum."""
+    group = group_of([sum(of_answer.values()) for of_answer in rewards])
+    rollouts = zip(group.rollouts, rewards, strict=True)
+    scored = (replace(rollout, metrics={f"reward/{name}": r for name, r in own.items()}) for rollout, own in rollouts)
+    return RolloutGroup(replace(group.prompt, environment=environment), tuple(scored))

@@ -10,6 +10,7 @@ from pipeline.config import (
     AdvantageConfig,
     DataConfig,
     DTensorConfig,
+    EnvironmentConfig,
     GRPOConfig,
     LossConfig,
     MegatronConfig,
@@ -25,6 +26,7 @@ def made(
     loss: LossConfig | None = None,
     updates: int = 1,
     value: ValueLossConfig | None = None,
+    env: dict[str, EnvironmentConfig] | None = None,
 ) -> Algorithm:
     """Return the algorithm of this section.
 
@@ -39,6 +41,7 @@ def made(
         "value_loss_fn": value or ValueLossConfig(),
         "on_policy_distillation": TeachersConfig(),
         "data": DataConfig(),
+        "env": env or {},
         "policy": SimpleNamespace(
             train_global_batch_size=samples // updates, dtensor_cfg=DTensorConfig(), megatron_cfg=MegatronConfig()
         ),
@@ -46,9 +49,15 @@ def made(
     return ALGORITHMS[name](SimpleNamespace(**recipe))
 
 
-def grpo(loss: LossConfig | None = None, updates: int = 1, estimator: AdvantageConfig | None = None, **keys) -> Algorithm:
+def grpo(
+    loss: LossConfig | None = None,
+    updates: int = 1,
+    estimator: AdvantageConfig | None = None,
+    env: dict[str, EnvironmentConfig] | None = None,
+    **keys,
+) -> Algorithm:
     """Return GRPO with these keys of its section; by default it divides by the deviation and leaves one out."""
-    return made(GRPOConfig(adv_estimator=estimator or AdvantageConfig(), **keys), loss, updates)
+    return made(GRPOConfig(adv_estimator=estimator or AdvantageConfig(), **keys), loss, updates, env=env)
 
 
 def weighed(kind: str | None = None, high: float | None = None, low: float | None = None, **keys) -> LossConfig:

@@ -158,6 +158,57 @@ def test_the_environment_trains(example):
     assert steps(folder / "runs/my_nearness")[0]["train/broke_judge"] == 0
 
 
+SUMS = {"input": "12+7=", "answer": "19"}
+SAID = ("19", "18", "it is 19", "")
+REWARDS = """
+from pipeline.config import load
+from pipeline.environments.build_environments import build
+from pipeline.types import Prompt
+recipe = load("my_gdpo.yaml")
+environment = build(recipe.env)["sums"]
+for said in {said}:
+    outcome = environment.step(environment.reset(Prompt(0, None, "sums", {task})), said)
+    print(outcome.reward, [outcome.metrics.get(f"reward/{{reward.label}}") for reward in recipe.env["sums"].rewards])
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    """Write the files of the page's rewards, which have no folder, and the records that it shows."""
+    for block in pages.blocks(ENVIRONMENTS):
+        if block.path and "/" not in block.path:
+            (tmp_path / block.path).write_text(block.body)
+    (tmp_path / "sums.jsonl").write_text(f"{json.dumps(SUMS)}\n" * 4)
+    return tmp_path
+
+
+def test_the_rewards_of_trl_and_verl_are_judged_and_submitted(rewards):
+    """19: 2 x 1 + 1 + 0.5 / 2 + 1, and an empty answer has no `short_reward`."""
+    task = {"text": SUMS["input"], "answer": SUMS["answer"], "record": SUMS}
+    judged = run(ROOT, "-c", f"import os; os.chdir({str(rewards)!r}){REWARDS.format(said=SAID, task=task)}")
+    assert judged.stdout.splitlines() == [
+        "4.25 [1.0, 1.0, 0.5, 1.0]",
+        "1.25 [0.0, 1.0, 0.5, 0.0]",
+        "0.0625 [0.0, 0.0, 0.125, 0.0]",
+        "0.0 [0.0, 0.0, None, 0.0]",
+    ], judged.stderr
+    command = next(block.text.split()[1:] for block in pages.blocks(ENVIRONMENTS) if "recipe=my_gdpo.yaml" in block.text)
+    command[-1] = f"recipe={rewards}/my_gdpo.yaml"
+    dry = run(ROOT, *command, "dry_run=true", "cluster.executor=local")
+    assert dry.returncode == 0 and f"fn: {rewards}/from_verl.py:compute_score" in dry.stdout, dry.stderr
+
+
+@pytest.mark.full
+def test_the_rewards_of_trl_and_verl_train(rewards):
+    done = run(ROOT, "launch/submit.py", f"recipe={rewards}/my_gdpo.yaml", f"run_dir={rewards}/runs/x", *ONE_ROLLOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (step,) = (line for line in steps(rewards / "runs/x") if "train/reward" in line)
+    names = ("right", "number_reward", "short_reward", "exact_match")
+    weights = dict(zip(names, (2, 1, 0.5, 1), strict=True))
+    assert step["train/reward"] == pytest.approx(sum(weights[name] * step[f"train/reward/{name}"] for name in names))
+    assert all(f"train/reward_std/{name}" in step for name in names) and step["train/broke_judge"] == 0
+
+
 # ---- a model family ---------------------------------------------------------------------------------------------------------
 
 MODELS = ROOT / "pipeline/models/README.md"

@@ -57,7 +57,7 @@ class Pool:
         self._number += len(texts)
         for episode, text in zip(episodes, texts, strict=True):
             tokens = np.asarray(self._tokenizer(text.encode(errors="replace").decode()).input_ids, np.int32)
-            prompt = Prompt(3, np.zeros(1, np.int32), "x", {"answer": expected})
+            prompt = Prompt(3, np.zeros(1, np.int32), "x", {"text": "", "answer": expected})
             self.judges.submit(StepRequest(episode, f"answer {episode}", "x", prompt, tokens, True, 10))
         found: dict[str, StepOutcome | CallFailure] = {}
         while len(found) < len(texts):

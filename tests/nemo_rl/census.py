@@ -49,7 +49,6 @@ QUESTIONS: dict[str, Callable[[Tree], Any]] = {
     ),
     "NeMo Gym": lambda t: get(t, "env.should_use_nemo_gym") or get(t, "data.default.env_name") == "nemo_gym",
     "custom data loader": lambda t: get(t, "data.use_multiple_dataloader"),
-    "several rewards": lambda t: get(t, "grpo.adv_estimator.name") == "gdpo",
     "teachers with other tokenizers": lambda t: get(t, "teachers"),
     "positive NLL": lambda t: get(t, "loss_fn.positive_example_nll_weight"),
     "words never sampled": lambda t: get(t, "policy.generation.bad_words"),
@@ -69,6 +68,11 @@ TRANSLATED: dict[str, tuple[Callable[[Tree], Any], str, Any]] = {
                 for name, model in get(t, "on_policy_distillation.teacher_model_by_agent_name", {}).items()
             },
         ),
+    ),
+    "several rewards": (
+        lambda t: get(t, "grpo.adv_estimator.name") == "gdpo",
+        "",
+        ("grpo.adv_estimator.name", lambda t: "gdpo"),
     ),
     "another engine": (lambda t: get(t, "policy.generation.backend", "vllm") != "vllm", "policy.generation.backend", None),
     "drafting": (

@@ -173,6 +173,8 @@ def test_a_restart_keeps_finished_groups_and_trains_once_on_each(caplog):
     assert sorted(indexes) == list(range(24))
     assert max(values["async/age_max"] for values in metrics) <= 2
     assert not set(complete) & {prompt.index for work in fresh.works for prompt in work.prompts}  # not sampled again
+    steps = {prompt.index: work.step for work in fresh.works for prompt in work.prompts}
+    assert {entry.prompt.index: entry.begun for entry in entries if not entry.group}.items() <= steps.items()
 
 
 def test_a_checkpoint_between_steps_of_age_0_is_empty():

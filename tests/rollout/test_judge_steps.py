@@ -6,9 +6,9 @@ import pytest
 from pipeline.config import RECIPES, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
-from pipeline.environments.environment import Environment, Outcome
+from pipeline.environments.environment import AnsweredTurn, Environment, Outcome
 from pipeline.rollout.episode import Episode
-from pipeline.rollout.judges.environment_steps import EnvStepper
+from pipeline.rollout.judges.environment_steps import EXTRACTED_CHARACTERS, EnvStepper
 from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.types import Completion, Prompt, Sampling, VersionSpan
 from tests.data.test_chat import CHATML
@@ -42,16 +42,19 @@ def test_the_environment_gets_the_text_before_the_stop_string(ends):
     seen = []
 
     class Listens(Environment):
-        def step(self, prompt, text):
-            seen.append(text)
-            return Outcome(1.0)
+        def step_answer(self, prompt, answer):
+            seen.append(answer)
+            return Outcome(1.0, notes={"said": answer.text * 100})
+
+        def step(self, prompt, text): ...
 
     tokenizer = load_tokenizer(TokenizerConfig(name=str(RECIPES / "tiny")))
     said = np.asarray(tokenizer("17 + 4" + ends, add_special_tokens=False).input_ids, np.int32)
     prompt = Prompt(0, np.asarray([1], np.int32), "told", {})
-    episode = Episode(RolloutWork(0, [prompt], 1, "train", 42, Sampling()), 0, 0)
+    episode = Episode(RolloutWork(0, [prompt], 1, "train", 42, Sampling(), step=7), 0, 0)
     spans = (VersionSpan(0, len(said)),)
     stop = "; end" if "end" in ends else ""
     episode.completion = Completion("0", said, np.zeros(len(said), np.float32), spans, "stop", stop)
-    EnvStepper(Listens(), tokenizer, None).step(episode.step_request(1000), lambda part: None)
-    assert seen == ["17 + 4"]
+    outcome = EnvStepper(Listens(), tokenizer, None, max_steps=20).step(episode.step_request(1000), lambda part: None)
+    assert seen == [AnsweredTurn("17 + 4", tuple(said.tolist()), step=7, max_steps=20)]
+    assert outcome.notes == {"said": ("17 + 4" * 100)[:EXTRACTED_CHARACTERS]}

@@ -34,7 +34,6 @@ PENALTY, PENALTY_DEFAULT = "loss_fn.reference_policy_kl_penalty", 0.01
 
 REWARD_PENALTIES = "penalties on single tokens of reasoning or tool calls"
 ADVANTAGES = {
-    "gdpo": ("several rewards of one answer", "grpo"),
     "raw_reward": ("this estimator of advantages", "gae"),
 }
 
@@ -74,7 +73,7 @@ GRPO = (
     *under("async_grpo", AHEAD),
     Same("advantage_clip_low advantage_clip_high adv_estimator.name adv_estimator.minus_baseline"),
     Done("normalize_rewards use_leave_one_out_baseline"),
-    Done("adv_estimator.normalize_rewards adv_estimator.use_leave_one_out_baseline"),
+    Done("adv_estimator.normalize_rewards adv_estimator.use_leave_one_out_baseline adv_estimator.reward_weights"),
     Only("invalid_tool_call_* malformed_thinking_advantage penalize_*", (None, False), REWARD_PENALTIES),
 )
 PPO = (
@@ -289,6 +288,11 @@ def _differences(t: Translator, algorithm: str) -> None:
             " answer that differs from all others",
         ),
         (
+            t.on("grpo.use_dynamic_sampling") and estimator == "gdpo",
+            "grpo.use_dynamic_sampling",
+            "a group is kept if one of its rewards varies; in NeMo-RL if their sum does",
+        ),
+        (
             shapes and not stops and t.get(f"{algorithm}.max_rollout_turns", 1) > 1,
             f"{shaping}.overlong_buffer_length",
             "counts the tokens of all turns; NeMo-RL counts those of the first",
@@ -309,7 +313,7 @@ def _differences(t: Translator, algorithm: str) -> None:
     for name in BASELINE:
         key = f"grpo.adv_estimator.{name}"
         top, used = t.get(f"grpo.{name}", True), t.get(key, True)
-        differs = algorithm == "grpo" and (estimator or "grpo") == "grpo" and top != used
+        differs = algorithm == "grpo" and (estimator or "grpo") in ("grpo", "gdpo") and top != used
         message.append((differs, f"grpo.{name}={as_yaml(top)}", f"advantages follow {key}={as_yaml(used)}, as in NeMo-RL"))
     for applies, key, text in message:
         if applies:

@@ -30,8 +30,11 @@ REWARD_MODEL: tuple[Rule, ...] = (
     Ignored("enabled optimizer.* scheduler.* make_sequence_length_divisible_by tokenizer.use_fastokens"),
 )
 SWITCHES = ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples")  # not environments
-KINDS = {"math": MATH, "math_default": MATH, "reward_model": REWARD_MODEL}
-LACKING = {"math_multi_reward": "several rewards of one answer", "nemo_gym": "NeMo Gym", "vlm": "images, sound or video"}
+MULTI_REWARD = "math_multi_reward"
+KINDS = {"math": MATH, "math_default": MATH, MULTI_REWARD: MATH, "reward_model": REWARD_MODEL}
+LACKING = {"nemo_gym": "NeMo Gym", "vlm": "images, sound or video"}
+REWARDS = {"correctness": "correct", "format": "format", "integer": "integer"}
+"""Rewards of MULTI_REWARD, in the order of grpo.adv_estimator.reward_weights -> check of our kind answer_tags."""
 
 PUZZLE = "sliding_puzzle_game"
 PUZZLE_PROMPT = str(RECIPES / "prompts/sliding_puzzle.txt")
@@ -70,8 +73,25 @@ def _built_in(t: Translator, name: str) -> None:
         t.put(f"{key}.served_by", "reward", f"{key}.resources.num_nodes")
         apply(t, under(key, REWARD_MODEL))
     else:
-        _math(t, key)
+        (_several_rewards if name == MULTI_REWARD else _math)(t, key)
         apply(t, under(key, MATH))
+
+
+def _several_rewards(t: Translator, key: str) -> None:
+    implementation, weights = t.consume(f"{key}.math_verify_impl"), "grpo.adv_estimator.reward_weights"
+    if implementation not in (None, "hf_math_verify"):
+        t.lacks(f"{key}.math_verify_impl", implementation, VERIFIER, "one of: hf_math_verify")
+    given = t.get(weights) if t.get("grpo.adv_estimator.name") == "gdpo" else None
+    if given is not None and not (isinstance(given, list) and len(given) == len(REWARDS)):
+        t.problem(weights, "wrong-type", f"got {given}; expected a weight for each of {', '.join(REWARDS)}")
+        given = None
+    entries = [
+        {"fn": "answer_tags", "name": name, "weight": weight, "kwargs": {"check": check}}
+        for (name, check), weight in zip(REWARDS.items(), given or [1.0] * len(REWARDS), strict=True)
+    ]
+    t.put(f"{key}.rewards", entries, key)
+    if given:
+        t.change(weights, "the reward that is logged is the weighted sum too; in NeMo-RL the sum without weights")
 
 
 def _math(t: Translator, key: str) -> None:

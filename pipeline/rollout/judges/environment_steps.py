@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from pipeline import config
 from pipeline.config import EnvironmentConfig, Recipe, TokenizerConfig
 from pipeline.data.stop_strings import text_before_stop
-from pipeline.environments.environment import Environment, Outcome, ProcessStuck, Unjudged
+from pipeline.environments.environment import AnsweredTurn, Environment, Outcome, ProcessStuck, Unjudged
 from pipeline.sandbox.limits import SandboxError
 from pipeline.types import REWARDS, Prompt, is_reward
 
@@ -42,14 +42,16 @@ class EnvironmentSettings:
     chat: bool  # prompts are rendered with the chat template
     turns: int  # maximum number of turns of an episode
     folders: list[str]  # search path of modules
+    max_steps: int = 0  # of the run
     grace_s: float = GRACE_S
     apart: dict[str, int] = field(default_factory=dict)  # environments that each judge builds for itself -> their workers
 
     @classmethod
     def of(cls, recipe: Recipe) -> EnvironmentSettings:
         """Return the settings of a recipe of an online algorithm."""
-        turns = getattr(config.section(recipe), "max_rollout_turns")  # noqa: B009 - offline algorithms have no environments
-        return cls(recipe.env, recipe.policy.tokenizer, recipe.data.apply_chat_template, turns, sys.path)
+        section: Any = config.section(recipe)  # of an algorithm that samples
+        chat, steps = recipe.data.apply_chat_template, getattr(section, "max_num_steps", 0)  # an evaluation has no steps
+        return cls(recipe.env, recipe.policy.tokenizer, chat, section.max_rollout_turns, sys.path, steps)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,6 +66,7 @@ class StepRequest:
     last: bool  # it is the policy's last turn
     room: int  # maximum number of tokens of an observation
     stop: str = ""  # the stop string that ends the tokens, see `Completion.stop`
+    step: int = 0  # see `RolloutWork.step`
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class StepOutcome:
     over: bool  # the environment has ended the episode
     observation: np.ndarray | None  # [O] int32; None if the episode is over, or there is no room for it and one more token
     extracted: str = ""  # see Outcome; at most EXTRACTED_CHARACTERS
+    notes: dict[str, str] = field(default_factory=dict)  # see Outcome; each at most EXTRACTED_CHARACTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +100,16 @@ class EnvStepper:
     observations: encodes the environment's observations to tokens; None if episodes have one turn.
     """
 
-    def __init__(self, environment: Environment, tokenizer: PreTrainedTokenizerBase, observations: Observations | None) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        tokenizer: PreTrainedTokenizerBase,
+        observations: Observations | None,
+        max_steps: int = 0,
+    ) -> None:
         self.environment, self._tokenizer, self._observations = environment, tokenizer, observations
+        self._max_steps = max_steps
+        self._answers = getattr(environment, "step_answer", None)  # a user's class may lack it
         self._states: dict[str, Any] = {}  # of the environment, for each open episode
 
     def step(self, request: StepRequest, begin: Begin) -> StepOutcome:
@@ -109,9 +121,14 @@ class EnvStepper:
             begin("reset")
             self._states[request.episode] = self.environment.reset(request.prompt)
         begin("decoding the answer")
-        text = text_before_stop(self._tokenizer, request.tokens.tolist(), request.stop)
+        tokens = request.tokens.tolist()
+        text = text_before_stop(self._tokenizer, tokens, request.stop)
         begin("step")
-        outcome = self.environment.step(self._states[request.episode], text)
+        state = self._states[request.episode]
+        if self._answers is None:
+            outcome = self.environment.step(state, text)
+        else:
+            outcome = self._answers(state, AnsweredTurn(text, tuple(tokens), request.step, self._max_steps))
         begin("its answer")
         checked = checked_outcome(outcome)
         if checked.over or request.last:
@@ -119,7 +136,7 @@ class EnvStepper:
         assert self._observations is not None and outcome.observation is not None  # it is neither over nor the last turn
         ended = self._observations.ends_turn(int(request.tokens[-1]))
         observation = self._observations.within(outcome.observation, ended, request.room)
-        return StepOutcome(checked.reward, checked.metrics, False, observation, checked.extracted)
+        return replace(checked, over=False, observation=observation)
 
     def forget(self, episode: str) -> None:
         """Drop the environment's state of an episode that has ended."""
@@ -138,7 +155,8 @@ def checked_outcome(outcome: Outcome) -> StepOutcome:
         raise ValueError(f"step returned the reward {reward}; expected {REWARDS}")
     metrics = {encodable(str(name)): float(value) for name, value in outcome.metrics.items()}
     extracted = encodable(str(outcome.extracted))[:EXTRACTED_CHARACTERS]
-    return StepOutcome(reward, metrics, outcome.observation is None, None, extracted)
+    notes = {encodable(str(name)): encodable(str(text))[:EXTRACTED_CHARACTERS] for name, text in outcome.notes.items()}
+    return StepOutcome(reward, metrics, outcome.observation is None, None, extracted, notes)
 
 
 def failure_of(error: BaseException, part: str) -> CallFailure:
@@ -150,10 +168,11 @@ def failure_of(error: BaseException, part: str) -> CallFailure:
 
 
 def brief(error: BaseException) -> str:
-    """Return one line with an error's type, its message, and the place where it was raised."""
+    """Return one line with an error's type, its message, the place where it was raised, and its notes."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return encodable(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{where}")
+    notes = f" ({'; '.join(' '.join(note.split())[:500] for note in error.__notes__)})" if hasattr(error, "__notes__") else ""
+    return encodable(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{where}{notes}")
 
 
 def encodable(text: str) -> str:

@@ -181,7 +181,7 @@ class Parent:
 
     def _stepper(self, group: JudgeGroup) -> EnvStepper:
         environment = group.environment or build_environments.build(self._settings.env, [group.name])[group.name]
-        return EnvStepper(environment, self._tokenizer, self._observations)
+        return EnvStepper(environment, self._tokenizer, self._observations, self._settings.max_steps)
 
     def _reap(self) -> None:
         """Collect the children that have ended: judges, and processes that ended judges have left."""

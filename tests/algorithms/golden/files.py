@@ -18,6 +18,8 @@ batches are
               signs, and ratios beyond both bounds
     extreme   log-probs down to -60, ratios up to e^25, and log-ratios to the reference beyond the clamp of 20
     one       a single sequence with a single counted token
+    several   three rewards of the answers to four prompts, in groups of two to four; some do not vary in a group
+    opposed   two rewards whose sum does not vary in the first group
     groups    rewards of one prompt each: all equal, one and two right of 16, one wrong of 4, two answers, one answer, a model's
 """
 

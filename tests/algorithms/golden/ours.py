@@ -19,11 +19,12 @@ from pipeline.algorithms.loss import estimate_kl, mask_mismatched_sequences, mis
 from pipeline.algorithms.pairs import reward_model_loss
 from pipeline.algorithms.sections import GAEConfig, RewardScalingConfig, RewardShapingConfig
 from pipeline.algorithms.token_advantages import moments, normalization, standardize
-from pipeline.config import AdvantageConfig, DPOConfig, GRPOConfig, LossConfig, PPOConfig, ValueLossConfig
+from pipeline.config import AdvantageConfig, DPOConfig, EnvironmentConfig, GRPOConfig, LossConfig, PPOConfig, ValueLossConfig
+from pipeline.config.environments import RewardConfig
 from pipeline.types import LossOutput, Outputs, PackedBatch, TopK
 from tests.algorithms.golden.files import Golden
 from tests.algorithms.golden.rows import Rows, after, before, tensor
-from tests.algorithms.groups import group_of
+from tests.algorithms.groups import group_of, group_of_several
 from tests.algorithms.made import made
 
 Found = dict[str, torch.Tensor]
@@ -178,6 +179,25 @@ def advantages(golden: Golden) -> Found:
     }
 
 
+def gdpo(golden: Golden) -> Found:
+    """Compute GDPO's advantages of a step.
+
+    NeMo-RL: `GDPOAdvantageEstimator.compute_advantage` with `prompts[:, None]`, a mask of one token each, and the rewards as
+    `reward/NAME` of the batch.
+    """
+    prompts, rewards = golden.inputs["prompts"], golden.inputs["rewards"]
+    weights = golden.arguments.get("reward_weights") or [1.0] * len(rewards)
+    of_environment = [RewardConfig(f"my.{name}", weight) for name, weight in zip(rewards, weights, strict=True)]
+    switches = {name: golden.arguments[name] for name in ("normalize_rewards", "use_leave_one_out_baseline")}
+    config = GRPOConfig(adv_estimator=AdvantageConfig("gdpo"), **switches)
+    groups = []
+    for prompt in dict.fromkeys(prompts):
+        rows = [row for row, of in enumerate(prompts) if of == prompt]
+        groups.append(group_of_several([{name: values[row] for name, values in rewards.items()} for row in rows]))
+    samples = made(config, env={"math": EnvironmentConfig(rewards=of_environment)}).compute_advantages(groups)
+    return {"values": torch.tensor([float(sample.advantages[-1]) for sample in samples], dtype=torch.float64)}
+
+
 def reinforce_plus_plus(golden: Golden) -> Found:
     """Compute REINFORCE++'s advantages.
 
@@ -286,6 +306,7 @@ OURS: dict[str, Callable[[Golden], Found]] = {
     "dpo": dpo,
     "estimates": estimates,
     "gae": gae,
+    "gdpo": gdpo,
     "kl": kl,
     "mismatch": mismatch,
     "opd": opd,

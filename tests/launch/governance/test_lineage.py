@@ -133,6 +133,29 @@ def test_a_renamed_data_file_is_found(runs, tmp_path):
         made_from(runs, renamed)
 
 
+def test_code_that_a_recipe_names_is_an_input(runs, tmp_path, monkeypatch):
+    """A file by its path, a module by its dotted path, a kind and a reward; not what is installed."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "scores.py").write_text("def compute_score(data_source, solution_str, ground_truth): return 1.0\n")
+    (tmp_path / "lengths.py").write_text("def short(completions, **columns): return [1.0]\n")
+    entries = "{fn: lengths.short}, {fn: exact_match}, {fn: json.dumps, name: installed}"
+    rewards = f"[{{fn: '{tmp_path}/scores.py:compute_score'}}, {entries}]"
+    run = made(
+        runs / "own", "tiny_grpo", f"env.addition={{_override_: true, rewards: {rewards}}}", f"module_folders=[{tmp_path}]"
+    )
+    node = f"run {run.name}"
+    for name in ("scores.py", "lengths.py"):
+        assert made_from(runs, tmp_path / name) == [node]
+    roles = [entry["role"] for entry in inputs.of_recipe(config.read(run / "recipe.yaml"))]
+    assert roles.count("code") == 2
+    renamed = tmp_path / "elsewhere.py"
+    shutil.copy(tmp_path / "scores.py", renamed)
+    assert made_from(runs, renamed) == [node]
+    renamed.write_text("# another\n")
+    with refused(("made_from", "file-not-found")):
+        made_from(runs, renamed)
+
+
 def test_a_model_is_known_by_its_weights_alone(runs, tmp_path):
     assert made_from(runs, model(tmp_path / "copy", "base weights")) == everything(runs)
     with refused(("made_from", "file-not-found")):

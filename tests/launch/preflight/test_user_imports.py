@@ -71,7 +71,7 @@ def test_a_function_next_to_the_recipe_is_found_from_any_folder(folder):
     assert examined(folder) == ([], [])
     recipe = config.inspect(str(folder / "mine.yaml")).recipe
     assert recipe.module_folders == [str(folder)]
-    assert user_imports.folder_of("rewards_of_mine.right", recipe) == folder
+    assert user_imports.folder_of(user_imports.code_references(recipe)[0], recipe) == folder
     given = config.inspect(str(folder / "mine.yaml"), ["module_folders=[lib]", "env.mine.kind=a.b"]).recipe.module_folders
     assert given == [f"{os.getcwd()}/lib", str(folder), os.getcwd()]
     assert config.inspect("tiny_grpo").recipe.module_folders == []
@@ -287,6 +287,46 @@ def test_a_later_record_without_a_needed_column_is_refused_or_dropped(folder, fu
     given = f"env.mine.kwargs.{field}=1"  # the recipe gives it, so that no record needs it
     problems, notes = examined(folder, kind, given)
     assert problems == [] and len(notes) == 2 and all(f".{field}: it replaces '{field}'" in note for note in notes)
+
+
+REWARDS = """\
+import asyncio, functools
+def of_trl(prompts, completions, answer, **columns): return [1.0]
+async def of_verl(data_source, solution_str, ground_truth, extra_info=None): return 1.0
+class Called:
+    def __init__(self, scale=1.0): ...
+    def __call__(self, prompt, answer, level): return 1.0
+given = functools.partial(of_trl, weight=1.0)
+def typo(completions, levle): return [1.0]
+def unnamed(completions, /): return [1.0]
+open("{ran}", "a").write("imported")
+"""
+
+
+@pytest.mark.parametrize("trust", [Trust.EVERYTHING, Trust.LISTED])
+def test_several_rewards_in_a_file_are_checked_whether_they_are_imported_or_read(folder, trust):
+    """A path is relative to the recipe's folder. A dry run of a stranger's recipe runs none of it."""
+    (folder / "sub").mkdir()
+    (folder / "sub/rewards-1.py").write_text(REWARDS.replace("{ran}", str(folder / "ran")))
+
+    def checked(*entries):
+        rewards = ", ".join(entry if "{" in entry else f"{{fn: 'sub/rewards-1.py:{entry}'}}" for entry in entries)
+        lines = RECIPE.replace("kind: rewards_of_mine.right", f"rewards: [{rewards}]")
+        (folder / "mine.yaml").write_text(lines)
+        return examined(folder, trust=trust)[0]
+
+    scaled = "{fn: 'sub/rewards-1.py:Called', kwargs: {scale: 2}}"
+    of_verl = "{fn: 'sub/rewards-1.py:of_verl', kwargs: {data_source: sums}}"
+    assert checked("of_trl", of_verl, scaled, "given", "{fn: exact_match}") == []
+    assert (folder / "ran").exists() == (trust is Trust.EVERYTHING)
+    (first, *_) = checked("of_trl", "of_verl")
+    assert first.startswith("env.mine.rewards[1].fn: ") and "of_verl needs data_source, but the records of data.train" in first
+    (first, *_) = checked("typo")
+    assert first.endswith("Did you mean level?")
+    (first, *_) = checked("unnamed")
+    assert "of which some have no name for the caller" in first
+    (first, *_) = checked("{fn: 'sub/rewards-1.py:Called', kwargs: {scal: 2}}")
+    assert first.startswith("env.mine.rewards[0].kwargs: ") and "kwargs do not fit Called(scale" in first
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,12 @@ SOURCES = {
     "class Foreign(dataclasses.Field): ...\n"
     "lam = lambda prompt, answer, level: 1.0\nnumber = 3\nalias = renamed\n"
     "if number:\n    def inside(prompt, answer): ...\n"
+    "class Scored:\n    def __init__(self, scale=1): ...\n    def __call__(self, prompt, answer, level): ...\n"
+    "scored = Scored(scale=2)\ngiven = functools.partial(renamed, weight=1)\n"
+    "def of_batch(completions, level, **columns): ...\ndef unnamed(prompts, completions, /): ...\n"
+    "def with_tools(completions, environments): ...\ndef compute_scores(solution_strs, ground_truths): ...\n"
+    "def compute_more(solution_str, level): ...\n"
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...\n"
     "async def later(prompt, answer): ...\ndef batch(prompts, completions): ...\n"
     "def few(prompt): ...\ndef spread(*texts, **fields): ...\n",
     "made_base": "import abc\nfrom pipeline.environments.environment import Environment\n"
@@ -167,8 +173,20 @@ SOURCES = {
         ("made.renamed", (), {"ok": True, "required": ["weight"]}),
         ("made.inside", (), {"ok": True}),
         ("made.number", (), {"code": "wrong-type"}),
-        ("made.later", (), {"code": "wrong-type"}),
-        ("made.batch", (), {"code": "wrong-type"}),
+        ("made.later", (), {"ok": True, "fields": [], "required": []}),
+        ("made.batch", (), {"ok": True, "fields": [], "required": []}),
+        ("made.Scored", ("scale",), {"ok": True, "fields": ["level"], "required": ["level"]}),
+        ("made.Scored", ("scal",), {"code": "unknown-key"}),
+        ("made.scored", (), {"ok": True, "fields": ["level"], "required": ["level"]}),
+        ("made.given", (), {"ok": True, "fields": ["weight", "level"], "required": []}),
+        ("made.given", ("other",), {"code": "unknown-key"}),
+        ("made.of_batch", (), {"ok": True, "fields": None, "required": ["level"]}),
+        ("made.unnamed", (), {"code": "wrong-type"}),
+        ("made.with_tools", (), {"code": "wrong-type"}),
+        ("made.compute_score", (), {"ok": True, "fields": ["data_source", "ground_truth", "extra_info"]}),
+        ("made.compute_scores", (), {"code": "wrong-type"}),
+        ("made.compute_more", (), {"code": "wrong-type"}),
+        ("made.compute_more", ("level",), {"ok": True}),
         ("made.few", (), {"code": "wrong-type"}),
         ("made.spread", ("x",), {"ok": True, "fields": None}),
         ("made.absent", (), {"code": "not-importable"}),

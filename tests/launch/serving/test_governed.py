@@ -43,6 +43,7 @@ REFUSED = [
     ({"needs": ["no_such_recipe"]}, "needs"),
     ({"needs": "tiny_sft"}, "needs"),
     ({"env.math.kind": "evilmod.Env"}, "env.math.kind"),
+    ({"env.math.rewards": [{"fn": "evilmod.right"}]}, "env.math.rewards"),
     ({"env.math.kwargs.tools": ["a.B"]}, "env.math.kwargs.tools"),
     ({"env.math.kwargs.tools.x.kind": "a.B"}, "env.math.kwargs.tools.x.kind"),
     ({"env.math.kwargs.sandbox": "none"}, "env.math.kwargs.sandbox"),
