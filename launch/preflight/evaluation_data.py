@@ -112,7 +112,7 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
     """
     records, unread = data_files.FirstRecords(f"{key}.data_path", path), []
     with collected(unread):
-        data_files.of_lines(records, drops=drops)
+        records = data_files.of_file(f"{key}.data_path", path, drops=drops)
     count, bad = len(records.numbered) + sum(map(len, records.bad.values())), records.bad
     for number, record in records.numbered:
         try:

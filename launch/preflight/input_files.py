@@ -28,6 +28,7 @@ from pipeline.config import (
     is_dotted_path,
     nearest_dataset,
 )
+from pipeline.data import sources
 from pipeline.data.records import check_prompt_text
 from pipeline.recipe import user_files
 
@@ -75,9 +76,9 @@ def _check_dataset(
             if getattr(dataset, name):
                 message = f"got {getattr(dataset, name)}, which needs a chat template, but data.apply_chat_template is false"
                 yield Problem(f"{key}.{name}", "contradiction", message)
+    yield from data_files.split_problems(key, dataset)
     if dataset.data_path is None:
         yield from check_name(key, dataset.dataset_name)
-        yield from data_files.split_problems(key, dataset)
     elif dataset.dataset_name is not None:
         yield Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them")
     unread: list[Problem] = []
@@ -103,7 +104,7 @@ def _text(key: str, path: str) -> str:
     try:
         return user_files.read_text(path)
     except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
-        raise RecipeError(data_files.unreadable(key, path, error)) from None
+        raise RecipeError(sources.unreadable(key, path, error)) from None
 
 
 def check_name(key: str, name: str | None) -> Iterator[Problem]:
@@ -118,7 +119,7 @@ def check_name(key: str, name: str | None) -> Iterator[Problem]:
     if is_dotted_path(name) and not Path(name).exists():
         return  # user_imports.py checks it
     if Path(name).is_file():
-        what = f"got {name}, a file; expected a folder or a name. Try {key}.data_path for JSONL, or the file's folder"
+        what = f"got {name}, a file; expected a folder or a name. Try {key}.data_path={name}"
         yield Problem(f"{key}.dataset_name", "bad-format", what)
         return
     repository = NAMED_DATASETS[name].repository if name in NAMED_DATASETS else name

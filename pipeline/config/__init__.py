@@ -31,6 +31,7 @@ from pipeline.config.data import (
     DATASET_CARDS,
     GENERATED_DATASETS,
     NAMED_DATASETS,
+    data_paths,
     held_out_sets,
     is_dotted_path,
     keyed_sets,

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from pipeline.algorithms import ALGORITHMS, ONLINE, PAIRED
+from pipeline.algorithms.evaluate import TaskDataConfig
 from pipeline.config.schema import DataConfig, DatasetConfig, Recipe, generates, only_evaluates
 from pipeline.recipe.problems import Problem
 
@@ -89,6 +90,12 @@ def keyed_sets(data: DataConfig) -> dict[str, DatasetConfig]:
         for name, one in validation_sets(data).items()
     }
     return trained | validated
+
+
+def data_paths(dataset: DatasetConfig | TaskDataConfig) -> list[str]:
+    """Return the paths and globs of a data set's data_path; none if it has no data_path."""
+    paths = dataset.data_path
+    return [] if paths is None else [paths] if isinstance(paths, str) else list(paths)
 
 
 def held_out_sets(data: DataConfig) -> dict[str, DatasetConfig]:

@@ -47,12 +47,14 @@ class DatasetConfig:
     dataset_name: Line | None = None
     """A generated or named data set, a name or folder for `datasets`, or the dotted path of your own callable (split, seed=,
     **kwargs) that returns a sequence of records."""
-    data_path: Line | None = None
-    """A JSONL file. In recipes that inherit, data_path and dataset_name replace each other."""
+    data_path: Line | list[Line] | None = None
+    """A file of Parquet, Arrow, CSV, TSV, a JSON array or JSON lines (texts also as .gz, .bz2, .xz, .zst), a list of files, a
+    glob, a folder of files, or a folder of `save_to_disk`. In recipes that inherit, data_path and dataset_name replace each
+    other."""
     subset: Text | None = None
     """Configuration of the repository. null: the data set's default."""
     split: Text | None = None
-    """Split of the data set. null: its default, mostly `train`."""
+    """Split of the data set, or of a folder whose files are named by split. null: the default, mostly `train`."""
     max_samples: Positive | None = None
     """Number of records to use, drawn at random with `seed`. null: all."""
     split_validation_size: Annotated[Float, Field(ge=0)] = 0.0

@@ -8,6 +8,7 @@ Both the job (`pipeline/data/chat.py`) and the checks of data files before submi
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -139,6 +140,9 @@ class RecordReader:
         if not (key := self.dataset.margin_key):
             return 0.0
         value = value_of(record, key)
+        if isinstance(value, str):  # of CSV
+            with contextlib.suppress(ValueError):
+                value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"'{key}' is {value!r}, not a finite number")
         return float(value)
@@ -270,11 +274,19 @@ def _messages_without_answer(record: Record, key: str) -> list[Message]:
     return messages
 
 
+def parse_json(text: bytes | str) -> Any:
+    """Return the value of a JSON text. Raise ValueError for another text."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
 def parse_record(line: bytes) -> Record:
     """Return the record in a line of a data file. Raise ValueError for a line that is not a JSON object."""
     try:
-        record = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        record = parse_json(line)
+    except ValueError as error:
         fault = "a byte order mark at its beginning" if line.startswith(codecs.BOM_UTF8) else error
         raise ValueError(f"not JSON: {fault}; expected one JSON object a line") from None
     if not isinstance(record, dict):
