@@ -23,7 +23,7 @@ from pipeline.lineage import file_hashes, input_records
 from pipeline.lineage.file_hashes import FileState
 from pipeline.lineage.input_records import FOLDER, HASHES
 
-Kind = Literal["data", "model", "prompt", "image", "run", "evaluation", "checkpoint", "export"]
+Kind = Literal["data", "model", "prompt", "code", "image", "run", "evaluation", "checkpoint", "export"]
 INSIDE = "evaluations/*/step_*/recipe.yaml"
 DIFFERS = "its files differ from its lineage.json"
 

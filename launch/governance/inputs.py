@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.preflight import model_readings
+from launch.preflight import model_readings, user_imports
+from launch.preflight.signatures import module_spec
 from launch.recipes.model_files import hub_cache, model_folder
 from pipeline import config
 from pipeline.algorithms.evaluate import TaskDataConfig
@@ -50,10 +51,10 @@ def write(recipe: Recipe, run_dir: Path) -> list[str]:
 def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yield {"key", "role", "name", "path", "origin", "files"} of each input of a recipe.
 
-    key: the recipe's key of the input. role: model, checkpoint, data, prompt or image. name: the key's value. path: the file or
-    folder that the name stands for; None if the name is not an absolute path and this machine does not have it. origin, files:
-    as `pipeline.lineage.input_records.complete_entry` adds them. A named data set also has "arguments": subset, split and
-    kwargs.
+    key: the recipe's key of the input. role: model, checkpoint, data, code, prompt or image. name: the key's value. path: the
+    file or folder that the name stands for; None if the name is not an absolute path and this machine does not have it. origin,
+    files: as `pipeline.lineage.input_records.complete_entry` adds them. A named data set also has "arguments": subset, split
+    and kwargs. Of the user's code the file of its module is recorded, not what this imports.
     """
     models = config.models(recipe) | config.served_models(recipe)
     for section, policy in models.items():
@@ -67,6 +68,10 @@ def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
     else:
         for key, dataset in config.keyed_sets(recipe.data).items():
             yield from _of_dataset(key, dataset)
+    for reference in user_imports.code_references(recipe):
+        spec = module_spec(reference.path.rpartition(".")[0], user_imports.places(recipe))
+        if spec is not None and spec.origin and os.path.isfile(spec.origin):
+            yield _entry(reference.key, "code", reference.path, Path(spec.origin))
     for key, path in model_readings.template_files(recipe).items():
         yield _entry(key, "prompt", str(path), path)
     for name, component in config.components(recipe).items():

@@ -14,6 +14,7 @@ WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 210, 44, 60, 16, 20  # pixels: of a box, b
 COLOURS = {
     "data": "#fde9c8",
     "prompt": "#fde9c8",
+    "code": "#fde9c8",
     "model": "#e3dcf5",
     "image": "#eeeeee",
     "run": "#cfe6fb",

@@ -265,6 +265,8 @@ def step_problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
 def count(dataset: DatasetConfig) -> int | None:
     """Return the number of records that a run trains on in one epoch; None if it is not known."""
     records: Any = dataset.kwargs.get("size") if dataset.dataset_name in GENERATED_DATASETS else None
+    if dataset.processor:
+        return None
     if dataset.data_path is not None:
         try:
             counts = [count_records(path) for path in _files(dataset)]

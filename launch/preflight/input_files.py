@@ -10,11 +10,15 @@ import glob
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from launch.preflight import architecture, data_files, data_records, libraries, model_tokenizers
+from launch.preflight import architecture, data_files, data_records, libraries, model_tokenizers, user_imports
+from launch.preflight.data_files import FirstRecords
 from launch.preflight.data_records import Fields
 from launch.recipes.model_files import hf_home, hub_cache
+from launch.recipes.trust import Trust
+from launch.terminal.units import plural
 from pipeline import config
 from pipeline.config import (
     DATASET_CARDS,
@@ -32,17 +36,20 @@ from pipeline.data import sources
 from pipeline.data.records import check_prompt_text
 from pipeline.recipe import user_files
 
+PROCESSED = 256  # records to which a processor is applied before submission
+
 
 def problems(
     recipe: Recipe,
     pending: Sequence[os.PathLike] = (),
     notes: list[str] | None = None,
     fields: Mapping[str, Fields] | None = None,
+    trust: Trust = Trust.NOTHING,
 ) -> Iterator[Problem]:
     """Yield problems of models, tokenizers and data files.
 
     pending: models of needed recipes that have not run yet, which are not checked. notes: receives how data files are read.
-    fields: name of a user's environment -> its fields (`user_imports.fields`).
+    fields: name of a user's environment -> its fields (`user_imports.fields`). trust: whose processors may run.
     """
     notes = [] if notes is None else notes
     trains = config.trains(recipe)
@@ -57,11 +64,17 @@ def problems(
     tokenizer = yield from model_tokenizers.problems(recipe, pending, notes)
     yield from model_tokenizers.teacher_problems(recipe, tokenizer, pending)
     for key, dataset in config.keyed_sets(recipe.data).items() if trains else ():
-        yield from _check_dataset(recipe, key, dataset, tokenizer, notes, (fields or {}).get(dataset.env_name or ""))
+        yield from _check_dataset(recipe, key, dataset, tokenizer, notes, (fields or {}).get(dataset.env_name or ""), trust)
 
 
 def _check_dataset(
-    recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: Path | None, notes: list[str], fields: Fields | None
+    recipe: Recipe,
+    key: str,
+    dataset: DatasetConfig,
+    tokenizer: Path | None,
+    notes: list[str],
+    fields: Fields | None,
+    trust: Trust,
 ) -> Iterator[Problem]:
     texts: list[Problem] = []
     with collected(texts):
@@ -87,8 +100,31 @@ def _check_dataset(
         records = data_files.first_records(key, dataset, notes, drops=recipe.data.bad_records == "drop")
         records = records or data_files.first_generated(key, dataset, config.section(recipe).seed, notes)
     yield from unread
+    if records is not None and dataset.processor:
+        records = _process(recipe, key, dataset.processor, records, trust, notes)
+        if not (records is None or records.numbered or records.bad):
+            message = f"{dataset.processor} drops all of the first {PROCESSED} records or fewer; expected one that remains"
+            yield Problem(f"{key}.processor", "no-records", message)
+            return
     if records is not None:
         yield from data_records.problems(recipe, key, dataset, records, None if texts else tokenizer, fields, notes)
+
+
+def _process(recipe: Recipe, key: str, path: str, records: FirstRecords, trust: Trust, notes: list[str]) -> FirstRecords | None:
+    """Return the records that a processor makes of the first ones; None if it does not run here. notes: receives why."""
+    first = records.numbered[:PROCESSED]
+    answers = user_imports.processed(recipe, trust, path, [record for _, record in first])
+    if isinstance(answers, str):
+        notes.append(f"{key}.processor: only the job checks what it makes of the records: {answers}")
+        return None
+    made = replace(records, numbered=[], others=[])
+    for (number, _), answer in zip(first, answers, strict=True):
+        made.numbered += [(number, record) for record in answer.get("made", ())]
+        if "fault" in answer:
+            made.bad.setdefault(answer["fault"], []).append(number)
+    if dropped := sum(answer.get("made") == [] for answer in answers):
+        notes.append(f"{key}.processor: {path} drops {dropped} of the first {plural(len(first), 'record')}")
+    return made
 
 
 def _check_template(key: str, path: str) -> None:

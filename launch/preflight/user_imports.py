@@ -23,6 +23,7 @@ from typing import Any
 from launch.executors import containers
 from launch.executors.executor import ROOT
 from launch.preflight import bounded, user_source
+from launch.preflight.data_files import Record
 from launch.preflight.data_records import Fields
 from launch.recipes.trust import Trust, trusted_folders
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS
@@ -39,13 +40,13 @@ class CodeReference:
 
     key: str
     path: str  # dotted
-    role: str  # environment, tool, dataset, format
+    role: str  # environment, tool, dataset, processor, format
     component: str  # whose ranks import it
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def code_references(recipe: Recipe) -> list[CodeReference]:
-    """Return the user code in a recipe: environments, tools, data sets and formats with a dotted path."""
+    """Return the user code in a recipe: environments, tools, data sets, processors and formats with a dotted path."""
     references = []
     for name, environment in recipe.env.items() if generates(recipe) else ():
         if environment.kind not in KINDS:
@@ -58,7 +59,10 @@ def code_references(recipe: Recipe) -> list[CodeReference]:
             kinds = {tool: config.kind for tool, config in tools.items() if config.kind and config.kind not in TOOLS}
             references += [CodeReference(f"{key}.{tool}", kind, "tool", "generate") for tool, kind in kinds.items()]
     if trains(recipe):
-        realm, names = "train", {key: dataset.dataset_name for key, dataset in keyed_sets(recipe.data).items()}
+        sets = keyed_sets(recipe.data).items()
+        realm, names = "train", {key: dataset.dataset_name for key, dataset in sets}
+        processors = {f"{key}.processor": dataset.processor for key, dataset in sets if dataset.processor}
+        references += [CodeReference(key, path, "processor", "train") for key, path in processors.items()]
     else:
         tasks = recipe.evaluate.tasks.items()
         formats = {
@@ -123,6 +127,18 @@ def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
 def _read(reference: CodeReference, folders: Sequence[Path], checks_imports: bool = True) -> dict[str, Any]:
     kwargs = sorted(reference.kwargs)
     return bounded.call(lambda: user_source.describe(reference.path, reference.role, kwargs, folders, checks_imports))
+
+
+def processed(recipe: Recipe, trust: Trust, path: str, records: Sequence[Record]) -> list[dict[str, Any]] | str:
+    """Return what the processor at a dotted path makes of each record: {made: records} or {fault: text}.
+
+    The function runs in a separate process, which ends after PROBE_S, if its code is trusted; else return why it does not run.
+    """
+    folders = [*places(recipe), *([Path.cwd()] if recipe.module_folders else [])]
+    trusted = trusted_folders(trust, folders)
+    if trust is not Trust.EVERYTHING and folder_of(path, recipe) not in trusted:
+        return "a plan runs no processor of code that is not trusted (trust=true)"
+    return _run(recipe, trust, trusted, {"process": path, "records": json.loads(json.dumps(records, default=str))})
 
 
 def describe_kwargs(recipe: Recipe, name: str) -> str:
@@ -205,9 +221,15 @@ def _probe(
 
     trusted: the folders to search, if the trust is not Trust.EVERYTHING.
     """
-    everything = trust is Trust.EVERYTHING
     asked = {reference.key: (reference.path, reference.role, sorted(reference.kwargs)) for reference in references}
-    request = {"folders": recipe.module_folders if everything else [*map(str, trusted)], "asked": asked}
+    reply = _run(recipe, trust, trusted, {"asked": asked})
+    return {reference.key: {"unchecked": reply} for reference in references} if isinstance(reply, str) else reply
+
+
+def _run(recipe: Recipe, trust: Trust, trusted: Sequence[Path], asked: dict[str, Any]) -> Any:
+    """Run `user_source.py` on a request, and return its reply, or as a text why there is none. trusted: as in `_probe`."""
+    everything = trust is Trust.EVERYTHING
+    request = {"folders": recipe.module_folders if everything else [*map(str, trusted)], **asked}
     folders = _python_path(recipe) if everything else filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     python_path = os.pathsep.join([str(ROOT), *folders])
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
@@ -230,8 +252,7 @@ def _probe(
             _end(process)
         if reply.exists() and not why:
             return json.loads(reply.read_text())
-        why = why or f"Python ended with status {process.returncode} during the import"
-        return {reference.key: {"unchecked": why} for reference in references}
+        return why or f"Python ended with status {process.returncode} during the import"
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -63,6 +63,9 @@ class DatasetConfig:
     """Seed of the draws for max_samples and split_validation_size."""
     repeat: Positive = 1
     """Number of passes over the records in one epoch."""
+    processor: Line | None = None
+    """Dotted path of your own function that makes a record, a list of records or None (which drops it) of each record, before
+    its columns are read."""
     input_key: Text = "input"
     """Column of the prompt: a string, or messages {role, content}. DPO, RM: the prompt of both answers; `''` if the answers
     include it."""

@@ -64,14 +64,14 @@ class ArrowRecords(Sequence):
         rows: a datasets.Dataset. name: the data set's name, for messages. tools_key: the column of tools. files: a function
         that returns the files of the rows, in the order of the rows.
         """
-        self._rows, self._name, self._files = rows, name, files
-        self._columns = TemplateColumns(tools_key)
+        self._rows, self._name, self._files = rows.with_format("arrow"), name, files  # without decoding images
+        self._columns, self._decode = TemplateColumns(tools_key), decoder(rows.features.arrow_schema)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Record:
-        return self._columns.record(self._rows[int(index)])
+        return self._decode(self._columns.record(self._rows[int(index)].to_pylist()[0]))
 
     def place(self, index: int) -> str:
         """Return a record's location for messages: "FILE, row N" if all rows are in Parquet files, else "NAME, record N"."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config import PAIRED, DatasetConfig, Recipe, generates, judged_by_own_code
+from pipeline.data.media import refuse_media
 
 Message = dict[str, Any]
 """A turn of a conversation: {"role": ..., "content": ...} and other fields for its chat template, such as tool_calls."""
@@ -100,6 +101,7 @@ def recognize_columns(recipe: Recipe, key: str, dataset: DatasetConfig, records:
 def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) -> Columns:
     if not isinstance(record, Mapping) or dataset.messages_key or dataset.text_key:
         return Columns(dataset)
+    refuse_media(record)
     recipe_keys = {name: value for name in KEYS if (value := getattr(dataset, name)) != DEFAULTS[name]}
     if recipe.algorithm in PAIRED:
         readings = list(_pairs(recipe, recipe_keys, record))

@@ -1,7 +1,7 @@
 """Read records: from files, the `datasets` library, a generator in this package, or your own callable.
 
-A record is a dict; `pipeline.data.records` documents its columns. `pipeline.data.sources` reads files; `pipeline.data.mixture`
-mixes several data sets. Not supported: streaming data sets.
+A record is a dict, or with a processor a list of dicts; `pipeline.data.records` documents its columns. `pipeline.data.sources`
+reads files; `pipeline.data.mixture` mixes several data sets. Not supported: streaming data sets.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from pipeline.config import GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, is_dotted_path
 from pipeline.data import named, sources
 from pipeline.data.arrow_records import ArrowRecords
+from pipeline.data.processors import ProcessedRecords, as_records
 from pipeline.recipe import user_code
 from pipeline.recipe.problems import Problem, RecipeError
 
@@ -70,6 +71,11 @@ def load_split(dataset: DatasetConfig, seed: int, drops: bool = False) -> tuple[
 
 
 def _read(dataset: DatasetConfig, seed: int, drops: bool) -> Sequence[Record]:
+    records = _raw(dataset, seed, drops)
+    return ProcessedRecords(records, dataset.processor) if dataset.processor else records
+
+
+def _raw(dataset: DatasetConfig, seed: int, drops: bool) -> Sequence[Record]:
     name, path = dataset.dataset_name, dataset.data_path
     if (name is None) == (path is None):
         raise RecipeError(Problem("data", "missing-value", "expected either dataset_name or data_path"))
@@ -109,7 +115,10 @@ def record_location(records: Sequence[Record], index: int) -> str:
 
 
 def readable(records: Sequence[Record]) -> Iterator[tuple[int, Record]]:
-    """Yield (number, record) of each record that can be read. Skip the others, which the stream refuses or drops later."""
+    """Yield (number, record) of each record that can be read. Skip the others, which the stream refuses or drops later.
+
+    If a processor makes several records of one, they have its number.
+    """
     for index in range(len(records)):
         try:
             record = records[index]
@@ -117,7 +126,7 @@ def readable(records: Sequence[Record]) -> Iterator[tuple[int, Record]]:
             raise
         except Exception:  # of a decoder or of a user's data set: each raises what it likes
             continue
-        yield index, record
+        yield from ((index, made) for made in as_records(record))
 
 
 class _Selection(Sequence):

@@ -214,5 +214,6 @@ def _stream(
     stream = kind(records, encoder, seed=section(recipe).seed, shuffle=shuffle, max_num_epochs=epochs)
     if stream.dropped_at_start:
         of = f" of {name}" if name else ""
-        logger.warning("data: skipped %d of %d records%s: too long or invalid", stream.dropped_at_start, len(records), of)
+        causes = "too long, invalid or dropped by the processor" if dataset.processor else "too long or invalid"
+        logger.warning("data: skipped %d of %d records%s: %s", stream.dropped_at_start, len(records), of, causes)
     return stream

@@ -21,6 +21,7 @@ import msgspec
 
 from pipeline.config import DataConfig, DatasetConfig
 from pipeline.data.columns import Message, column, parse_conversation
+from pipeline.data.media import refuse_media
 from pipeline.data.template_fields import read_messages, template_options
 
 Record = dict[str, Any]
@@ -59,6 +60,7 @@ class RecordReader:
 
     def question(self, record: Record) -> str | list[Message]:
         """Return a record's prompt: messages, or plain text if data.apply_chat_template is false."""
+        refuse_media(record)
         if self.dataset.messages_key:
             messages = messages_of(record, self.dataset.messages_key)
             prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
@@ -102,6 +104,7 @@ class RecordReader:
         `SFTTrainer` counts the same turns (messages: with `assistant_only_loss`; completions: by default), and also the newline
         that a template writes after a turn.
         """
+        refuse_media(record)
         if key := self.dataset.text_key:
             if not (text := text_of(record, key)).strip():
                 raise ValueError(f"'{key}' is empty")
@@ -123,6 +126,7 @@ class RecordReader:
 
     def pair(self, record: Record) -> tuple[Example, Example]:
         """Return (chosen, rejected), the two answers as examples, each with the prompt."""
+        refuse_media(record)
         keys = (self.dataset.chosen_key, self.dataset.rejected_key)
         of_messages = [isinstance(value_of(record, key), list) for key in keys]
         if of_messages[0] != of_messages[1]:
