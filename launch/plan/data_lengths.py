@@ -1,6 +1,6 @@
 """Measure the mean length of the recipe's data, if this machine has its tokenizer and records.
 
-Records are read from JSONL, Parquet or the hub's cache.
+Records are read from data files or the hub's cache.
 
 The first records of each training data set are encoded as the job encodes them. Records that are longer than
 data.max_input_seq_length do not count, since the job drops or refuses them. Generated data and your own callables are not read.

@@ -130,6 +130,10 @@ def check_data(recipe: Recipe) -> Iterator[Problem]:
     for key, dataset in keyed_sets(data).items():
         yield from _check_numbers(key, dataset)
         yield from _check_named(recipe, key, dataset)
+        if dataset.data_path == []:
+            yield Problem(
+                f"{key}.data_path", "missing-value", "got an empty list; expected at least one path. Try [FILE, FILE]"
+            )
         if dataset.text_key and (recipe.algorithm in ONLINE or recipe.algorithm in PAIRED):
             text = f"got '{dataset.text_key}'; expected null: {recipe.algorithm} needs prompts. Try input_key"
             yield Problem(f"{key}.text_key", "unsupported", text)

@@ -23,11 +23,12 @@ from pipeline.data.file_formats import FileFormat
 from pipeline.data.records import parse_json, parse_record
 from pipeline.recipe import user_files
 
-CHUNK = 8 << 20  # bytes of the file in memory at a time
-CHECKED_BYTES = 1 << 30
+CHUNK = 1 << 20  # bytes of the file in memory at a time
+CHECKED_BYTES = 512 << 20
 """Every record before this position is parsed at the start, which takes seconds. Later lines of JSON must begin as objects."""
 NEWLINE, QUOTE, BACKSLASH = b"\n"[0], b'"'[0], b"\\"[0]
 OPEN, CLOSED, SPACES = b"{[", b"}]", b" \t\r\n"
+IS_OPEN, IS_BRACKET, IS_SPACE = (np.isin(np.arange(256), list(marks)) for marks in (OPEN, OPEN + CLOSED, SPACES))
 
 Record = dict[str, Any]
 
@@ -111,7 +112,7 @@ class Rows:
         if form.name == "json":
             self._find_elements(size, whole)
         elif size:
-            self._find_lines(size)
+            self._find_lines()
         if form.name in ("csv", "tsv") and len(self):
             begin, end = self.span(0)
             self._header = self._header_of(_at(file, begin, min(end - begin, user_files.MAX_LINE)))
@@ -167,11 +168,13 @@ class Rows:
 
     # ---- lines and rows --------------------------------------------------------------------------------------------------
 
-    def _find_lines(self, size: int) -> None:
+    def _find_lines(self) -> None:
         """Set the bounds of lines or, in CSV, of rows, whose quotes are even in number. Leave out blank lines."""
         quoted = self._form.name != "jsonl"
-        starts, firsts = [], []
-        pending, offset, odd = 0, 0, 0  # the start of the next row, of the chunk, and whether a quote is open
+        starts: list[np.ndarray] = []
+        spaces: list[int] = []  # rows that begin with a space, which may be blank
+        others: list[int] = []  # rows that begin with neither a space nor an object
+        pending, offset, odd, count = 0, 0, 0, 0  # start of the next row and of the chunk; whether a quote is open; rows so far
         for chunk in file_formats.chunks(self._path, self._file, CHUNK):
             text = np.frombuffer(chunk, np.uint8)
             ends = np.flatnonzero(text == NEWLINE)
@@ -179,23 +182,25 @@ class Rows:
                 quotes = np.flatnonzero(text == QUOTE)
                 ends = ends[(np.searchsorted(quotes, ends) + odd) % 2 == 0]
                 odd = (odd + len(quotes)) % 2
-            new = ends + (offset + 1)
+            new = ends + 1
             if pending == offset:
-                new = np.concatenate([[pending], new])
-            offset += len(chunk)
-            pending = int(new[-1]) if len(new) and new[-1] == offset else -1
-            new = new[new < offset]
-            starts.append(new)
-            firsts.append(text[new - (offset - len(chunk))])
-        begins, first = np.concatenate(starts), np.concatenate(firsts)
-        ends = np.append(begins[1:], offset)
-        spaces = np.flatnonzero(np.isin(first, np.frombuffer(SPACES, np.uint8)))
-        blank = np.array([at for at in spaces if self._is_blank(int(begins[at]), int(ends[at]))], np.int64)
-        kept = np.ones(len(begins), bool)
-        kept[blank] = False
+                new = np.concatenate([[0], new])
+            pending = offset + len(chunk) if len(new) and new[-1] == len(chunk) else -1
+            new = new[new < len(chunk)]
+            first = text[new]
+            is_space = IS_SPACE[first]
+            spaces += (np.flatnonzero(is_space) + count).tolist()
+            others += [] if quoted else (np.flatnonzero(~is_space & (first != OPEN[0])) + count).tolist()
+            starts.append(new + offset)
+            offset, count = offset + len(chunk), count + len(new)
+        self._bounds = np.concatenate([*starts, [offset]])
+        starts.clear()
+        blank = np.array([at for at in spaces if self._is_blank(*self.span(at))], np.int64)
+        if len(blank):
+            self._bounds = np.delete(self._bounds, blank)
         self._skipped = blank - np.arange(len(blank))
-        self._bounds = np.append(begins[kept], offset)
-        self._doubtful = np.flatnonzero(first[kept] != OPEN[0]) if not quoted else self._doubtful
+        doubtful = np.array(sorted(others if quoted else [*others, *set(spaces) - set(blank.tolist())]), np.int64)
+        self._doubtful = doubtful - np.searchsorted(blank, doubtful)
 
     def _is_blank(self, begin: int, end: int) -> bool:
         while begin < end:
@@ -245,10 +250,10 @@ class Rows:
         for chunk in file_formats.chunks(self._path, self._file, CHUNK):
             text = np.frombuffer(chunk, np.uint8)
             quotes, escapes = _plain_quotes(text, escapes)
-            brackets = np.flatnonzero(np.isin(text, np.frombuffer(OPEN + CLOSED, np.uint8)))
+            brackets = np.flatnonzero(IS_BRACKET[text])
             brackets = brackets[(np.searchsorted(quotes, brackets) + odd) % 2 == 0]  # those outside texts
             odd = (odd + len(quotes)) % 2
-            opens = np.isin(text[brackets], np.frombuffer(OPEN, np.uint8))
+            opens = IS_OPEN[text[brackets]]
             depths = depth + np.cumsum(np.where(opens, 1, -1))
             if end is not None and len(brackets):
                 raise ValueError(f"{self._path}: got text after the JSON array; expected one array")

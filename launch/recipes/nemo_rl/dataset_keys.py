@@ -118,7 +118,7 @@ class Dataset:
         self._put("split", split, "split")
         path = self._consume("data_path")
         if path is None:
-            message = "is not given; expected a JSONL file, or a data set's name on the Hugging Face Hub"
+            message = "is not given; expected a data file, or a data set's name on the Hugging Face Hub"
             self.t.problem(f"{self.key}.data_path", "missing-value", message)
         file = find(str(path), self.path) if path else None
         is_file = file or suffix_format(str(path)) is not None
