@@ -1,7 +1,7 @@
 """Check the models, tokenizers and data files of a recipe before anything is created or submitted.
 
-Reads data files, JSON and tokenizer.json, imports neither torch nor transformers, and bounds how much it reads and encodes. The job
-checks what lies beyond these bounds.
+Reads data files, JSON and tokenizer.json, imports neither torch nor transformers, and bounds how much it reads and encodes. The
+job checks what lies beyond these bounds.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ in memory, a larger one in spans of SPAN bytes, each into the cache (`row_cache.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -101,12 +102,12 @@ class TableRecords(Sequence):
     def __init__(self, path: Path, form: FileFormat, tools_key: str | None = None) -> None:
         self._path, self._form = path, form
         self._columns = TemplateColumns(tools_key)
-        self._open: dict[int, _Rows] = {}  # span -> its rows
-        with opened(path):
+        self._open: dict[int, _Batches] = {}  # span -> its rows
+        with _opened(path):
             if form.name == "parquet":
                 self._spans = _spans(path)
             else:
-                self._spans, self._open = [], {0: _Rows(_arrow_batches(path))}
+                self._spans, self._open = [], {0: _Batches(_arrow_batches(path))}
         self._ends = list(itertools.accumulate(rows for _, rows in self._spans)) or [len(self._open[0])]
 
     def __len__(self) -> int:
@@ -118,9 +119,9 @@ class TableRecords(Sequence):
             raise IndexError(index)
         span = bisect.bisect_right(self._ends, index)
         begin = self._ends[span - 1] if span else 0
-        with opened(self._path):
+        with _faults(self._path):
             if span not in self._open:
-                self._open[span] = _Rows(self._decoded(span))
+                self._open[span] = _Batches(self._decoded(span))
             return self._open[span].record(index - begin, self._columns)
 
     def place(self, index: int) -> str:
@@ -137,7 +138,7 @@ class TableRecords(Sequence):
         return _mapped_batches(converted)
 
 
-class _Rows:
+class _Batches:
     """Rows in batches of Arrow."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
@@ -154,20 +155,25 @@ class _Rows:
         return self._decode(columns.record(self._batches[number].slice(index - begin, 1).to_pylist()[0]))
 
 
-class opened:
-    """Turns the errors of pyarrow in the block into OSError, with the cause and the file's path."""
+@contextlib.contextmanager
+def _faults(path: Path) -> Iterator[None]:
+    """Turn the errors of pyarrow in the block into OSError, with the cause and the file's path."""
+    import pyarrow
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.filename is not None:  # not of pyarrow
+            raise
+        raise OSError(errno.EIO, _fault(str(error)), str(path)) from None
 
-    def __enter__(self) -> None:
-        user_files.open_file(self._path).close()  # regular files only
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        import pyarrow
-
-        if isinstance(error, pyarrow.ArrowException) or (isinstance(error, OSError) and error.filename is None):
-            raise OSError(errno.EIO, _fault(str(error)), str(self._path)) from None
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[None]:
+    """Refuse what is no regular file, and turn the errors of pyarrow in the block into OSError."""
+    user_files.open_file(path).close()
+    with _faults(path):
+        yield
 
 
 def _fault(error: str) -> str:
@@ -180,7 +186,7 @@ def _fault(error: str) -> str:
 def first_rows(path: Path, form: FileFormat, most: int, tools_key: str | None) -> Iterator[tuple[int, Record]]:
     """Yield (number, record) of the rows in about the first `most` bytes of a file. Raises as `TableRecords` does."""
     columns, number, read = TemplateColumns(tools_key), 0, 0
-    with opened(path):
+    with _opened(path):
         batches = _parquet_batches(path, None, FIRST_ROWS) if form.name == "parquet" else _arrow_batches(path, checked=False)
         for batch in batches:
             for begin in range(0, batch.num_rows, FIRST_ROWS):
@@ -198,7 +204,7 @@ def schema_of(path: Path, form: FileFormat) -> Any:
     """Return the schema (pyarrow.Schema) of a Parquet or Arrow file. Raises as `TableRecords` does."""
     import pyarrow.parquet
 
-    with opened(path):
+    with _opened(path):
         if form.name == "parquet":
             return pyarrow.parquet.read_schema(path)
         return _arrow_reader(path).schema
@@ -208,7 +214,7 @@ def count_rows(path: Path) -> int:
     """Return the number of rows of a Parquet file. Raises as `TableRecords` does."""
     import pyarrow.parquet
 
-    with opened(path):
+    with _opened(path):
         return int(pyarrow.parquet.read_metadata(path).num_rows)
 
 

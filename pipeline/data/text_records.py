@@ -46,7 +46,7 @@ class TextRecords(Sequence):
             path = row_cache.cached(path, "text", lambda new: _decompress(self._path, form.compression, new))
         self._file = user_files.open_file(path)
         size = os.fstat(self._file.fileno()).st_size
-        self._rows = Rows(self._path, self._file, form, size)
+        self._rows = RecordBounds(self._path, self._file, form, size)
         if not drops:
             self._check()
 
@@ -82,7 +82,7 @@ def first_records(path: Path, form: FileFormat, most: int, longest: int) -> Iter
         content = b"".join(file_formats.chunks(path, file, CHUNK, most + 1))
     whole = len(content) <= most
     content = content[:most]
-    rows = Rows(path, io.BytesIO(content), form, len(content), whole)
+    rows = RecordBounds(path, io.BytesIO(content), form, len(content), whole)
     for index in range(len(rows)):
         begin, end = rows.span(index)
         if end - begin > longest:
@@ -95,7 +95,7 @@ def first_records(path: Path, form: FileFormat, most: int, longest: int) -> Iter
             yield rows.number(index), error
 
 
-class Rows:
+class RecordBounds:
     """The positions of the records in a text."""
 
     def __init__(self, path: Path, file: BinaryIO, form: FileFormat, size: int, whole: bool = True) -> None:
