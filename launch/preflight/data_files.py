@@ -31,7 +31,7 @@ from pipeline.config import (
     training_sets,
     trains,
 )
-from pipeline.data import arrow_records, epochs, file_formats, named, sources, text_records
+from pipeline.data import arrow_records, epochs, file_formats, named, row_cache, sources, text_records
 from pipeline.data.datasets import load_records, with_key
 from pipeline.data.file_formats import FileFormat
 from pipeline.recipe import user_files
@@ -40,6 +40,7 @@ SCAN_BYTES = 16 << 20  # read from each data file: parsed, up to 40 times as muc
 SCAN_LINE = 8 << 20  # longest line there
 COUNT_BYTES = 32 << 20  # largest file whose lines are counted, in tens of milliseconds; a larger one is likely to fill a step
 CHECKED_FILES = 64  # of a data set
+NOTED_BYTES = 1 << 30  # of converted files, which a note then announces
 FEW, FEW_BYTES = 4, 1 << 20  # read from each file but the first
 GENERATED_ROWS = 16  # of a generated data set
 SHOWN_NUMBERS = 5  # reported per fault, besides the first
@@ -97,10 +98,23 @@ def first_records(
     except Undecoded as error:
         notes.append(f"{source}: only the job checks its records: {error}")
         return None
+    if most is None and (size := sum(map(_converted_bytes, files[:CHECKED_FILES]))) > NOTED_BYTES:
+        notes.append(
+            f"{source}: the job converts {size / 1e9:.1f} GB of Parquet or more into {row_cache.folder()} as it reads."
+            " HF_DATASETS_CACHE=FOLDER sets another place"
+        )
     if len(files) > CHECKED_FILES and most is None:
         notes.append(f"{source}: only the job reads {len(files) - CHECKED_FILES:,} of its {len(files):,} files")
     parts[0].others = parts[1:]
     return parts[0]
+
+
+def _converted_bytes(path: Path) -> int:
+    """Return how many bytes the job converts of a Parquet file; 0 for other files, and for one that it reads into memory."""
+    if sources.recognized(path).name != "parquet":
+        return 0
+    size = arrow_records.decoded_bytes(path)
+    return size if size > arrow_records.IN_MEMORY else 0
 
 
 def _files(dataset: DatasetConfig) -> list[Path]:

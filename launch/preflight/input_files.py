@@ -33,9 +33,11 @@ from pipeline.config import (
     nearest_dataset,
 )
 from pipeline.data import sources
+from pipeline.data.media import refuse_media
 from pipeline.data.records import check_prompt_text
 from pipeline.recipe import user_files
 
+FEW = 4  # records of the hub's cache that are searched for images
 PROCESSED = 256  # records to which a processor is applied before submission
 
 
@@ -100,6 +102,8 @@ def _check_dataset(
         records = data_files.first_records(key, dataset, notes, drops=recipe.data.bad_records == "drop")
         records = records or data_files.first_generated(key, dataset, config.section(recipe).seed, notes)
     yield from unread
+    if records is None and not unread and not dataset.processor:
+        yield from _cached_media(key, dataset)
     if records is not None and dataset.processor:
         records = _process(recipe, key, dataset.processor, records, trust, notes)
         if not (records is None or records.numbered or records.bad):
@@ -108,6 +112,21 @@ def _check_dataset(
             return
     if records is not None:
         yield from data_records.problems(recipe, key, dataset, records, None if texts else tokenizer, fields, notes)
+
+
+def _cached_media(key: str, dataset: DatasetConfig) -> Iterator[Problem]:
+    """Yield a problem if the first records of a data set in the hub's cache have images, sound or video."""
+    records = None
+    with collected([]):  # a damaged file, which `datasets` may not read
+        records = data_files.first_cached(key, dataset, FEW)
+    if records is None:
+        return
+    for number, record in records.numbered:
+        try:
+            refuse_media(record)
+        except ValueError as error:
+            yield Problem(records.key, "bad-record", f"{records.location(number)}: {error}")
+            return
 
 
 def _process(recipe: Recipe, key: str, path: str, records: FirstRecords, trust: Trust, notes: list[str]) -> FirstRecords | None:

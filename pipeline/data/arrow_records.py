@@ -131,7 +131,7 @@ class TableRecords(Sequence):
     def _decoded(self, span: int) -> list[Any]:
         """Return the batches of rows of a span of a Parquet file: in memory if there is only one, else memory-mapped."""
         groups, _ = self._spans[span]
-        if len(self._spans) == 1 and _decoded_bytes(self._path) <= IN_MEMORY:
+        if len(self._spans) == 1 and decoded_bytes(self._path) <= IN_MEMORY:
             return list(_parquet_batches(self._path, groups))
         part = f"row groups {groups[0]} to {groups[-1]}"
         converted = row_cache.cached(self._path, part, lambda new: _write(_parquet_batches(self._path, groups), new))
@@ -218,7 +218,8 @@ def count_rows(path: Path) -> int:
         return int(pyarrow.parquet.read_metadata(path).num_rows)
 
 
-def _decoded_bytes(path: Path) -> int:
+def decoded_bytes(path: Path) -> int:
+    """Return the size of a Parquet file's decoded columns in bytes, as its footer has it."""
     import pyarrow.parquet
 
     metadata = pyarrow.parquet.read_metadata(path)

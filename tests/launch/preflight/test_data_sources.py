@@ -17,6 +17,7 @@ from launch.recipes.trust import Trust
 from pipeline.config import Recipe
 from pipeline.data import file_formats
 from pipeline.recipe import user_files
+from tests.data import hub
 from tests.data.data_formats import WRITERS
 from tests.launch.preflight.test_columns import CHAT
 from tests.launch.preflight.test_data_folders import NAMED, VERL, recipe_of
@@ -173,3 +174,10 @@ def test_images_sound_and_video_are_refused_by_name(tmp_path: Path, row: dict, n
 def test_empty_columns_of_images_are_text(tmp_path: Path):
     WRITERS["jsonl"](tmp_path / "rows.jsonl", [{**ROWS[0], "images": [], "image": None, "video": ""}])
     assert found(tmp_path / "rows.jsonl") == []
+
+
+def test_images_of_a_data_set_in_the_hubs_cache_are_refused(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    hub.download(tmp_path, "some/pictures", {"data/train-00000.parquet": [{**ROWS[0], "image": IMAGE}]})
+    problems = input_files.problems(recipe_of(Path("some/pictures")))
+    assert ["'image' has image data" in problem.message for problem in problems] == [True]
