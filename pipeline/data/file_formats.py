@@ -46,6 +46,7 @@ NAMES = {
     "arrow": "Arrow",
 }
 """Format -> its name in messages."""
+EXPECTED = "Parquet, Arrow, CSV, TSV, a JSON array or JSON lines"
 TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 """First bytes -> format, for formats with typed columns."""
 MARKS = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ\x00": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
@@ -65,7 +66,6 @@ OTHERS = {
 }
 """First bytes of a file that is in no known format -> (what it is, what to try)."""
 HEAD = 4096  # bytes that tell the format
-READ_ERRORS = (EOFError, zlib.error, lzma.LZMAError)
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,6 @@ class FileFormat:
     def place(self, path: str | Path, number: int) -> str:
         """Return a record's location for messages. number: the line, from 1, or the row or record, from 0."""
         return f"{path}:{number}" if self.unit == "line" else f"{path}, {self.unit} {number} (from 0)"
-
-    def __str__(self) -> str:
-        name = NAMES[self.name]
-        return f"{name} in {self.compression}" if self.compression else name
 
 
 def suffix_format(path: str | Path) -> str | None:
@@ -116,25 +112,21 @@ def recognize(path: str | Path) -> FileFormat:
             raise ValueError(f"got {NAMES[table]} inside {compression}; expected it uncompressed. Try to decompress it")
         return FileFormat(table)
     if other := next((texts for mark, texts in OTHERS.items() if first.startswith(mark)), None):
-        raise ValueError(f"got {other[0]}; expected {_expected()}. Try {other[1]}")
-    if told in ("parquet", "arrow"):
-        wrong = f"got {_seems(first)}; expected {NAMES[told]}, as the suffix says"
-        seems = _of_text(first)
-        raise ValueError(f"{wrong}. Try the suffix .{seems}" if seems else f"{wrong}. Try to write or copy it again")
+        raise ValueError(f"got {other[0]}; expected {EXPECTED}. Try {other[1]}")
+    seems = _of_text(first)
+    if told in ("parquet", "arrow") or (told in ("csv", "tsv") and seems):
+        advice = f"Try the suffix .{seems}" if seems else "Try to write or copy it again"
+        raise ValueError(f"got {_seems(first)}; expected {NAMES[told]}, as the suffix says. {advice}")
     if told in ("csv", "tsv"):
-        if _of_text(first):
-            raise ValueError(
-                f"got {_seems(first)}; expected {NAMES[told]}, as the suffix says. Try the suffix .{_of_text(first)}"
-            )
         return FileFormat(told, compression)
     text = first.removeprefix(codecs.BOM_UTF8).strip()
     if text.startswith(b"{") and text.partition(b"\n")[0].strip() == b"{":
         message = "got one JSON object over several lines; expected one object a line, or an array of objects"
         raise ValueError(f"{message}. Try jq -c . FILE > NEW.jsonl, or jq -c '.KEY[]' for the array in a key")
-    if told is None and text and not _of_text(first):
-        raise ValueError(f"got {_seems(first)}; expected {_expected()}. Try the suffix .csv or .tsv for columns of text")
+    if told is None and text and not seems:
+        raise ValueError(f"got {_seems(first)}; expected {EXPECTED}. Try the suffix .csv or .tsv for columns of text")
     is_empty_list = text.startswith(b"[]") and told == "jsonl"  # a line that is no record
-    return FileFormat("jsonl" if is_empty_list else _of_text(first) or "jsonl", compression)
+    return FileFormat("jsonl" if is_empty_list else seems or "jsonl", compression)
 
 
 def open_bytes(path: str | Path, compression: str) -> BinaryIO:
@@ -161,10 +153,8 @@ def chunks(path: str | Path, file: BinaryIO, size: int, most: int | None = None)
     while rest is None or rest > 0:
         try:
             chunk = file.read(size if rest is None else min(size, rest))
-        except READ_ERRORS as error:
-            raise OSError(errno.EIO, f"it is cut or damaged: {error}. Try to copy it again", str(path)) from None
-        except OSError as error:
-            if error.errno is not None and error.strerror:
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and error.errno is not None and error.strerror:  # of the disk
                 raise
             raise OSError(errno.EIO, f"it is cut or damaged: {error}. Try to copy it again", str(path)) from None
         if not chunk:
@@ -191,7 +181,3 @@ def _seems(first: bytes) -> str:
     if b"\0" in first:
         return "binary content"
     return "an HTML page" if first.lstrip().lower().startswith((b"<!doctype", b"<html")) else "text that is not JSON"
-
-
-def _expected() -> str:
-    return "Parquet, Arrow, CSV, TSV, a JSON array or JSON lines"

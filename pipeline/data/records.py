@@ -286,13 +286,13 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def parse_record(line: bytes) -> Record:
+def parse_record(line: bytes, expected: str = "one JSON object a line") -> Record:
     """Return the record in a line of a data file. Raise ValueError for a line that is not a JSON object."""
     try:
         record = parse_json(line)
     except ValueError as error:
         fault = "a byte order mark at its beginning" if line.startswith(codecs.BOM_UTF8) else error
-        raise ValueError(f"not JSON: {fault}; expected one JSON object a line") from None
+        raise ValueError(f"not JSON: {fault}; expected {expected}") from None
     if not isinstance(record, dict):
         mend = ". Try one record a line: jq -c '.[]' FILE > NEW.jsonl" if isinstance(record, list) else ""
         raise ValueError(f"got a {type(record).__name__}; expected a JSON object{mend}")

@@ -18,7 +18,9 @@ from typing import Any
 
 from pipeline.config import DatasetConfig, data_paths
 from pipeline.data import file_formats
-from pipeline.data.file_formats import NAMES, FileFormat
+from pipeline.data.arrow_records import TableRecords
+from pipeline.data.file_formats import EXPECTED, FileFormat
+from pipeline.data.text_records import TextRecords
 from pipeline.recipe import user_files
 from pipeline.recipe.problems import Problem, RecipeError
 
@@ -71,7 +73,7 @@ def is_glob(name: str) -> bool:
 def matches(pattern: str) -> list[Path]:
     """Return the files that a glob matches, in the order of their paths."""
     found = map(Path, itertools.islice(glob.iglob(pattern, recursive=True), MOST_ENTRIES + 1))
-    return sorted(path for path in found if not path.is_dir())
+    return sorted((path for path in found if not path.is_dir()), key=str)
 
 
 def _matches(pattern: str) -> list[Path]:
@@ -96,7 +98,8 @@ def folder_files(folder: Path, split: str | None) -> list[Path]:
     entries = list(itertools.islice(folder.rglob("*"), MOST_ENTRIES + 1))
     _refuse_many(folder, entries)
     hidden = (".", "__")
-    paths = [path for path in sorted(entries) if not any(part.startswith(hidden) for part in path.relative_to(folder).parts)]
+    entries.sort(key=str)  # the order of `datasets`
+    paths = [path for path in entries if not any(part.startswith(hidden) for part in path.relative_to(folder).parts)]
     if model := next((name for name in OF_MODELS if (folder / name).is_file()), None):
         message = f"got {folder}, the folder of a model, with {model}; expected data files. Try policy.model_name for a model"
         raise RecipeError(Problem(KEY, "bad-format", message))
@@ -104,7 +107,7 @@ def folder_files(folder: Path, split: str | None) -> list[Path]:
     data = [path for path in kinds if not path.is_dir()]
     if not data:
         others = f"it has {_names([path.name for path in paths])}" if paths else "it is empty"
-        message = f"got {folder}, a folder without data files; expected files of {', '.join(NAMES.values())}: {others}"
+        message = f"got {folder}, a folder without data files; expected files of {EXPECTED}, and {others}"
         raise RecipeError(Problem(KEY, "no-records", f"{message}. Try the path of a file, or another suffix"))
     data = _of_split(folder, data, split)
     first = {kinds[path].removesuffix("l"): path for path in reversed(data)}  # .json and .jsonl may be the same
@@ -167,11 +170,7 @@ def open_files(files: Sequence[Path], dataset: DatasetConfig, drops: bool) -> Se
 def _open(path: Path, form: FileFormat, dataset: DatasetConfig, drops: bool) -> Sequence[Record]:
     try:
         if form.is_text:
-            from pipeline.data.text_records import TextRecords
-
             return TextRecords(path, form, drops)
-        from pipeline.data.arrow_records import TableRecords
-
         return TableRecords(path, form, dataset.tools_key)
     except OSError as error:
         raise RecipeError(unreadable("data", path, error)) from None

@@ -160,7 +160,7 @@ class RecordBounds:
         if self._form.name == "jsonl":
             return parse_record(text.strip())
         if self._form.name == "json":
-            return parse_record(text.rstrip(b", \t\r\n"))
+            return parse_record(text.rstrip(b", \t\r\n"), "an array of objects")
         cells = self._cells(text)
         if len(cells) != len(self._header):
             raise ValueError(f"got a row of {len(cells)}; expected {len(self._header)} cells, as in the header")

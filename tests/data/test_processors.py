@@ -2,11 +2,13 @@
 
 import json
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from launch.governance import inputs
 from launch.preflight import input_files, user_imports
 from launch.recipes.trust import Trust
 from pipeline import config
@@ -34,6 +36,7 @@ class Made:
 def recipe(tmp_path: Path, monkeypatch):
     (tmp_path / "my_processors.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_processors", raising=False)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"number": number}) + "\n" for number in range(9)))
 
@@ -88,6 +91,12 @@ def test_a_mixture_numbers_the_items_of_all_its_sets(recipe):
     resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
     assert [item.index for item in every] == list(range(40))
     assert [item.tokens.tolist() for item in [*first, *resumed.take(29)]] == [item.tokens.tolist() for item in every]
+
+
+def test_the_lineage_has_the_file_of_the_processor(recipe, tmp_path):
+    (code,) = (entry for entry in inputs.of_recipe(recipe("sft")) if entry["role"] == "code")
+    assert (code["key"], code["path"]) == ("data.train.processor", str(tmp_path / "my_processors.py"))
+    assert code["files"][0]["size"] == len(MODULE)
 
 
 def test_dropped_records_are_named(recipe, caplog):
