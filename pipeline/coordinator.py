@@ -11,7 +11,7 @@ from pipeline.algorithms.algorithm import Algorithm, OnlineAlgorithm
 from pipeline.algorithms.token_advantages import normalization
 from pipeline.config import only_evaluates
 from pipeline.coordination.collectors import Collector, Prompts
-from pipeline.coordination.run_progress import dropped_records
+from pipeline.coordination.run_progress import data_metrics
 from pipeline.coordination.training_run import TrainingRun
 from pipeline.data.batches import split_batch
 from pipeline.data.mixture import Mixture
@@ -71,7 +71,7 @@ def run_online(
             step += 1
             values |= refit() | resumed
         resumed = {}
-        values |= run.steering.step_ended(step, prompts) | dropped_records(prompts)
+        values |= run.steering.step_ended(step, prompts) | data_metrics(prompts)
         position, batch = prompts.state_dict(), prompts.take(collector.num_prompts_to_send(step))
         left_over = None if collector.can_fill_step(batch) else len(batch) + collector.pending
         tokens = sum(rollout.drawn_tokens for group in groups for rollout in group.rollouts)
@@ -106,7 +106,7 @@ def run_offline(run: TrainingRun, algorithm: Algorithm, examples: Stream | Mixtu
         with metrics.clock("step"), metrics.clock("train"):
             values = learn(run, algorithm, samples, ["policy"])
         step += 1
-        values |= run.steering.step_ended(step, examples) | dropped_records(examples)
+        values |= run.steering.step_ended(step, examples) | data_metrics(examples)
         position, items = examples.state_dict(), examples.take(size)
         left_over = None if len(items) == size else len(items)
         tokens = sum(len(sample.tokens) for sample in samples)

@@ -52,6 +52,7 @@ class Prompt:
     environment: str  # key under `env` in the recipe; "": no environment judges the answer
     task: dict[str, Any]  # data of the environment, e.g. {"answer": "42"}
     dataset: str = ""  # its name in the recipe; "" if there is only one
+    record: int = -1  # number of its record in the data set; -1: unknown
 
 
 @dataclass(frozen=True, slots=True)

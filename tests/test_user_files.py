@@ -14,8 +14,9 @@ from launch.preflight import data_files
 from launch.recipes import reading
 from launch.recipes.model_files import read_json
 from pipeline.config import hardware
-from pipeline.data.datasets import JSONLRecords
+from pipeline.data.file_formats import FileFormat
 from pipeline.data.file_tokenizer import read_tokenizer
+from pipeline.data.text_records import TextRecords
 from pipeline.encryption.key import obtain
 from pipeline.evaluation.judge_prompts import JudgePrompt
 from pipeline.files.digests import sha256
@@ -42,12 +43,16 @@ def special(request, tmp_path):
     return path
 
 
+def json_lines(path):
+    return TextRecords(path, FileFormat("jsonl"))
+
+
 def test_readers_refuse_what_is_no_regular_file(special):
-    for read in (user_files.open_file, user_files.read_bytes, user_files.read_text, JSONLRecords, sha256):
+    for read in (user_files.open_file, user_files.read_bytes, user_files.read_text, json_lines, sha256):
         with pytest.raises(OSError, match="expected a regular file"):
             read(special)
     with refused(("data.train.data_path", "unreadable")):
-        list(data_files.lines_of("data.train.data_path", special))
+        data_files.of_file("data.train.data_path", special)
     with pytest.raises(RecipeError):
         reading.load(str(special))
     with pytest.raises(RecipeError):
@@ -91,11 +96,6 @@ def test_bounds(tmp_path):
     assert user_files.read_text(path, 13) == "1234\n12345\nx"
     with pytest.raises(OSError, match="more than 11 bytes"):
         user_files.read_bytes(path, 11)
-    with user_files.open_file(path) as file:
-        assert list(user_files.lines(file, 7)) == [b"1234\n", b"12345\r\n", b"x"]
-    with user_files.open_file(path) as file, pytest.raises(OSError, match="line 2 has more than 6 bytes"):
-        list(user_files.lines(file, 6))
-    assert user_files.count_lines(path) == 3
 
 
 ENDLESS = """\
@@ -128,7 +128,7 @@ def test_the_job_refuses_an_endless_line(tmp_path):
     with path.open("r+b") as file:
         file.truncate(1 << 30)
     with pytest.raises(OSError, match="line 2 has more than 64 MB"):
-        JSONLRecords(path)
+        json_lines(path)
 
 
 @pytest.mark.parametrize(("read", "most"), [(read_json, user_files.MAX_TEXT), (read_tokenizer, user_files.MAX_JSON)])

@@ -19,6 +19,7 @@ from pipeline import config
 from pipeline.algorithms.evaluate import TaskDataConfig
 from pipeline.config import DatasetConfig, Recipe, RecipeError
 from pipeline.config.data import NAMED_DATASETS
+from pipeline.data import sources
 from pipeline.files import small_files
 from pipeline.lineage import file_hashes, input_records
 from pipeline.lineage.input_records import FOLDER, INPUTS
@@ -52,7 +53,7 @@ def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
     key: the recipe's key of the input. role: model, checkpoint, data, prompt, code or image. name: the key's value. path: the
     file or folder that the name stands for; None if the name is not an absolute path and this machine does not have it. origin,
     files: as `pipeline.lineage.input_records.complete_entry` adds them. A named data set also has "arguments": subset, split
-    and kwargs.
+    and kwargs. Of the user's code the file of its module is recorded, not what this imports.
     """
     models = config.models(recipe) | config.served_models(recipe)
     for section, policy in models.items():
@@ -86,9 +87,10 @@ def _of_dataset(key: str, dataset: DatasetConfig) -> Iterator[dict[str, Any]]:
 def _data(key: str, dataset: DatasetConfig | TaskDataConfig) -> Iterator[dict[str, Any]]:
     """Yield the entry of a data set. A generated data set has no files; its name and arguments identify it."""
     name = dataset.dataset_name
-    if dataset.data_path:
-        yield _entry(f"{key}.data_path", "data", dataset.data_path, Path(dataset.data_path))
-    elif name:
+    for path in config.data_paths(dataset):
+        for file in sources.matches(path) if sources.is_glob(path) else [Path(path)]:
+            yield _entry(f"{key}.data_path", "data", str(file), file)
+    if name and not dataset.data_path:
         repository = NAMED_DATASETS[name].repository if name in NAMED_DATASETS else name
         local = Path(name) if Path(name).is_dir() else hub_cache() / f"datasets--{repository.replace('/', '--')}" / "snapshots"
         arguments = {part: getattr(dataset, part) for part in ("subset", "split", "kwargs")}

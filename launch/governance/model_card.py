@@ -84,7 +84,8 @@ def _data(run: RunFolder) -> dict[str, Mapping[str, Any]]:
 
 
 def _dataset(name: str, each: Mapping[str, Any]) -> tuple[str, ...]:
-    source = each.get("dataset_name") or each.get("data_path")
+    paths = each.get("data_path") or []
+    source = each.get("dataset_name") or ", ".join(_short_name(path) for path in ([paths] if isinstance(paths, str) else paths))
     count = each.get("max_samples")
     return (
         name,

@@ -1,6 +1,6 @@
 """Measure the mean length of the recipe's data, if this machine has its tokenizer and records.
 
-Records are read from JSONL, Parquet or the hub's cache.
+Records are read from data files or the hub's cache.
 
 The first records of each training data set are encoded as the job encodes them. Records that are longer than
 data.max_input_seq_length do not count, since the job drops or refuses them. Generated data and your own callables are not read.
@@ -48,7 +48,12 @@ def measure(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> tuple[float,
 
 
 def _lengths_of(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReading) -> list[int]:
-    """Return the lengths in tokens of a data set's first records; [] if this machine has no such records."""
+    """Return the lengths in tokens of a data set's first records; [] if this machine has no such records.
+
+    A processor changes records, and a plan runs no code of the user, so they are not read then.
+    """
+    if dataset.processor:
+        return []
     records = data_files.first_records(key, dataset, [], MOST_RECORDS, recipe.data.bad_records == "drop")
     if records is None:
         records = data_files.first_cached(key, dataset, MOST_RECORDS)

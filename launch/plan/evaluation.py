@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 from launch.plan import generate_time, gpu_check, lengths, memory_generate, plan_table, roofline
@@ -21,7 +20,7 @@ from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.plan_table import Line
 from launch.plan.rank_division import engines
-from launch.preflight import input_files
+from launch.preflight import data_files, input_files
 from launch.recipes.model_files import planning_config
 from launch.terminal.units import plural, seconds
 from pipeline.algorithms.evaluate import HARNESS_KINDS, TaskConfig
@@ -29,7 +28,6 @@ from pipeline.config import GENERATED_DATASETS, Problem, Recipe, collected
 from pipeline.evaluation import task_data
 from pipeline.models import flops
 from pipeline.models.shape import ModelShape
-from pipeline.recipe import user_files
 
 CHARACTERS = 4.0  # of a token of text, as is assumed
 CHOICE_TOKENS = 8  # of what is scored beside the texts of a record, as is assumed
@@ -153,15 +151,15 @@ def _length(prompt: str | list[dict[str, str]]) -> int:
 
 
 def _lines(task: TaskConfig) -> int | None:
-    """Return the number of questions by the lines of a JSONL file or folder. For other data return max_samples, or None."""
+    """Return the number of questions by the records of a file or folder. For other data return max_samples, or None."""
     if task.data.data_path is None:
         return task.data.max_samples
-    path = Path(task.data.data_path)
-    files = [path] if path.is_file() else sorted(path.rglob(f"{task.data.split}.jsonl"))
-    try:
-        count = sum(map(user_files.count_lines, files))
-    except OSError:
+    with collected(files := []):
+        files = task_data.data_files("data", task.data, task.data.split)
+    counts = [data_files.count_records(path) for path in files]
+    if not files or None in counts:
         return task.data.max_samples
+    count = sum(filter(None, counts))
     return min(count, task.data.max_samples or count)
 
 

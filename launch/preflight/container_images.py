@@ -28,9 +28,11 @@ from pipeline.config import (
     Problem,
     Recipe,
     RecipeError,
+    data_paths,
     is_dotted_path,
     keyed_sets,
 )
+from pipeline.data import sources
 from pipeline.models.weight_files import file_fault
 from pipeline.recipe import user_files
 
@@ -286,7 +288,13 @@ def _model_paths(purpose: str, key: str, name: str | None, pending: Sequence[os.
 
 def _data_paths(recipe: Recipe) -> Iterator[RequiredPath]:
     for part, dataset in keyed_sets(recipe.data).items():
-        for key in ("data_path", "prompt_file", "system_prompt_file"):
+        for path in data_paths(dataset):
+            whole = Path(path)
+            if sources.is_glob(path):
+                whole = next(parent for parent in whole.parents if not sources.is_glob(str(parent)))
+            if whole.exists():
+                yield RequiredPath(f"{part}.data_path", whole)
+        for key in ("prompt_file", "system_prompt_file"):
             if (value := getattr(dataset, key)) and Path(value).exists():
                 yield RequiredPath(f"{part}.{key}", Path(value))
         name = dataset.dataset_name

@@ -1,7 +1,6 @@
-"""Read the first records of a data set before submission: of JSONL or Parquet files, or of a generated data set.
+"""Read the first records of a data set before submission: of its files, or of a generated data set.
 
-The job reads a folder with the `datasets` library, which a login node need not have. If the number of all records is known, of
-generated data or of files up to COUNT_BYTES, the training data must fill a step.
+If the number of all records is known, of generated data, Parquet or texts of up to COUNT_BYTES, they must fill a step.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 import errno
 import importlib.util
 import itertools
+import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,49 +31,43 @@ from pipeline.config import (
     training_sets,
     trains,
 )
-from pipeline.data import epochs, named
-from pipeline.data.arrow_records import ArrowRecords
+from pipeline.data import arrow_records, epochs, file_formats, named, row_cache, sources, text_records
 from pipeline.data.datasets import load_records, with_key
-from pipeline.data.records import parse_record
+from pipeline.data.file_formats import FileFormat
 from pipeline.recipe import user_files
 
 SCAN_BYTES = 16 << 20  # read from each data file: parsed, up to 40 times as much memory
 SCAN_LINE = 8 << 20  # longest line there
 COUNT_BYTES = 32 << 20  # largest file whose lines are counted, in tens of milliseconds; a larger one is likely to fill a step
-BATCH_ROWS = 64  # of Parquet, read at a time
+CHECKED_FILES = 64  # of a data set
+NOTED_BYTES = 1 << 30  # of converted files, which a note then announces
+FEW, FEW_BYTES = 4, 1 << 20  # read from each file but the first
 GENERATED_ROWS = 16  # of a generated data set
 SHOWN_NUMBERS = 5  # reported per fault, besides the first
-SPLITS = {
-    "train": {"train", "training"},
-    "validation": {"validation", "valid", "dev", "val"},
-    "test": {"test", "testing", "eval", "evaluation"},
-}
-"""Split -> words of paths by which `datasets` recognizes it."""
+ROWS = FileFormat("parquet")  # numbers generated records too
 
 Record = dict[str, Any]
 
 
 @dataclass
 class FirstRecords:
-    """The first records of a data set.
-
-    Lines are numbered from 1, rows of Parquet from 0.
-    """
+    """The first records of a data set, or of one of its files."""
 
     key: str  # of the recipe, which names the data
     path: Path
-    rows: bool = False  # of Parquet
-    numbered: list[tuple[int, Record]] = field(default_factory=list)  # (number, record)
-    bad: dict[str, list[int]] = field(default_factory=dict)  # fault of lines that are no records -> their numbers
+    form: FileFormat = ROWS
+    numbered: list[tuple[int, Record]] = field(default_factory=list)  # (number, record), numbered as `form` does
+    bad: dict[str, list[int]] = field(default_factory=dict)  # fault of what is no record -> numbers
+    others: list[FirstRecords] = field(default_factory=list)  # of the other files: SHOWN_ROWS of each
 
     def location(self, number: int) -> str:
-        """Return the location of a record in the form that the job's messages have: `PATH:LINE`, or `PATH, row N (from 0)`."""
-        return f"{self.path}, row {number} (from 0)" if self.rows else f"{self.path}:{number}"
+        """Return the location of a record in the form that the job's messages have."""
+        return self.form.place(self.path, number)
 
     @property
     def unit(self) -> str:
-        """Return the unit of the numbers: line or row."""
-        return "row" if self.rows else "line"
+        """Return the unit of the numbers: line, row or record."""
+        return self.form.unit
 
 
 def first_records(
@@ -82,23 +75,109 @@ def first_records(
 ) -> FirstRecords | None:
     """Return the first records of a data set; None if they are not read from files here.
 
-    key: the data set's key, such as data.train. notes: receives why a folder is not read. most: maximum number of records;
-    None: as many as SCAN_BYTES hold. drops: whether bad records of a JSONL file are dropped. Raises RecipeError for a file that
-    cannot be read, or has no records.
+    key: the data set's key, such as data.train. notes: receives why files are not read. most: maximum number of records; None:
+    as many as SCAN_BYTES hold. drops: whether bad records are dropped. Raises RecipeError for a file that cannot be read, or if
+    there are no records.
     """
-    if dataset.data_path is not None:
-        return of_lines(FirstRecords(f"{key}.data_path", Path(dataset.data_path)), most, drops)
-    name, key = dataset.dataset_name, f"{key}.dataset_name"
-    if name is None or name in NAMED_DATASETS or not Path(name).is_dir():
+    name, source = dataset.dataset_name, f"{key}.dataset_name"
+    if dataset.data_path is None and (name is None or name in NAMED_DATASETS or not Path(name).is_dir()):
+        return None
+    with with_key(key):
+        files = _files(dataset)
+    source = source if dataset.data_path is None else f"{key}.data_path"
+    if not files:
+        notes.append(f"{source}: only the job checks its records: only `datasets` knows which of its files it reads")
         return None
     try:
-        path = _first_file(Path(name), dataset)
-        if path.suffix == ".jsonl":
-            return of_lines(FirstRecords(key, path), most)
-        return _of_parquet(FirstRecords(key, path, rows=True), dataset, most)
-    except _LeftToTheJob as error:
-        notes.append(f"{key}: only the job checks the records of {name}: {error}")
+        parts = [of_file(source, files[0], dataset.tools_key, most, drops)]
+        for path in files[1:CHECKED_FILES] if most is None else ():
+            parts.append(of_file(source, path, dataset.tools_key, FEW, drops, FEW_BYTES))
+    except ImportError as error:
+        notes.append(f"{source}: only the job checks its records: {error.name} is not installed here. Try pip install pyarrow")
         return None
+    except Undecoded as error:
+        notes.append(f"{source}: only the job checks its records: {error}")
+        return None
+    if most is None and (size := sum(map(_converted_bytes, files[:CHECKED_FILES]))) > NOTED_BYTES:
+        notes.append(
+            f"{source}: the job converts {size / 1e9:.1f} GB of Parquet or more into {row_cache.folder()} as it reads."
+            " HF_DATASETS_CACHE=FOLDER sets another place"
+        )
+    if len(files) > CHECKED_FILES and most is None:
+        notes.append(f"{source}: only the job reads {len(files) - CHECKED_FILES:,} of its {len(files):,} files")
+    parts[0].others = parts[1:]
+    return parts[0]
+
+
+def _converted_bytes(path: Path) -> int:
+    """Return how many bytes the job converts of a Parquet file; 0 for other files, and for one that it reads into memory."""
+    if sources.recognized(path).name != "parquet":
+        return 0
+    size = arrow_records.decoded_bytes(path)
+    return size if size > arrow_records.IN_MEMORY else 0
+
+
+def _files(dataset: DatasetConfig) -> list[Path]:
+    """Return the files of a data set; [] if only the library `datasets` knows them. Raises RecipeError."""
+    if dataset.data_path is None:
+        saved = Path(dataset.dataset_name or "")
+        if not any((saved / name).is_file() for name in sources.SAVED):
+            return sources.plain_folder(dataset) or []
+    elif (folder := sources.saved_folder(dataset)) is None:
+        return sources.files_of(dataset)
+    else:
+        saved = folder
+    if (saved / sources.SAVED[0]).is_file():
+        saved = saved / (dataset.split or "train")
+    try:
+        state = json.loads(user_files.read_text(saved / sources.SAVED[1]))
+        return [saved / file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError):  # `split_problems` tells of a split that is missing
+        return []
+
+
+def of_file(
+    key: str, path: Path, tools_key: str | None = None, most: int | None = None, drops: bool = False, size: int = SCAN_BYTES
+) -> FirstRecords:
+    """Return the first records of a file, and the numbers of what is no record.
+
+    most: maximum number of records; None: as many as `size` bytes hold. drops: whether bad records are dropped; then the
+    function ends before a record of more than SCAN_LINE bytes, which the job may drop. Raises RecipeError for a file that
+    cannot be read, ImportError where pyarrow is missing, and Undecoded.
+    """
+    try:
+        records = FirstRecords(key, path, sources.recognized(path))
+        if records.form.is_text:
+            first = text_records.first_records(path, records.form, size, SCAN_LINE)
+        else:
+            _refuse_extensions(arrow_records.schema_of(path, records.form))
+            first = arrow_records.first_rows(path, records.form, size, tools_key)
+        for number, record in itertools.islice(first, most):
+            if isinstance(record, ValueError):
+                records.bad.setdefault(str(record), []).append(number)
+            else:
+                records.numbered.append((number, record))
+        if not (records.numbered or records.bad):
+            message = f"{path} is empty; expected at least one record. Try another file, or remove it"
+            raise RecipeError(Problem(key, "no-records", message))
+    except OSError as error:
+        if not (drops and error.errno == errno.EFBIG):
+            raise RecipeError(sources.unreadable(key, path, error)) from None
+    except RecipeError as error:
+        raise RecipeError(*(replace(problem, key=key) for problem in error.problems)) from None
+    except ValueError as error:
+        raise RecipeError(Problem(key, "bad-format", str(error))) from None
+    return records
+
+
+class Undecoded(Exception):
+    """Raised for a file with columns of a type that only the library `datasets` decodes."""
+
+
+def _refuse_extensions(schema: Any) -> None:
+    names = [column.name for column in schema if "extension<" in str(column.type).replace("extension<arrow.json>", "")]
+    if names:
+        raise Undecoded(f"its column {names[0]} has a type that `datasets` must decode")
 
 
 def first_generated(key: str, dataset: DatasetConfig, seed: int, notes: list[str]) -> FirstRecords | None:
@@ -119,7 +198,7 @@ def first_generated(key: str, dataset: DatasetConfig, seed: int, notes: list[str
     except bounded.Unbounded as error:
         notes.append(f"{key}: only the job generates its records: here {error}")
         return None
-    return FirstRecords(f"{key}.dataset_name", Path(dataset.dataset_name), rows=True, numbered=[*enumerate(records)])
+    return FirstRecords(f"{key}.dataset_name", Path(dataset.dataset_name), numbered=[*enumerate(records)])
 
 
 def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | None:
@@ -140,8 +219,8 @@ def first_cached(key: str, dataset: DatasetConfig, most: int) -> FirstRecords | 
     if not paths:
         return None
     try:
-        records = _of_parquet(FirstRecords(f"{key}.dataset_name", paths[0], rows=True), dataset, most)
-    except _LeftToTheJob:
+        records = of_file(f"{key}.dataset_name", paths[0], dataset.tools_key, most)
+    except (ImportError, Undecoded):
         return None
     if named_dataset:
         records.numbered = [(number, named.record(dataset, row)) for number, row in records.numbered]
@@ -154,7 +233,11 @@ def split_problems(key: str, dataset: DatasetConfig) -> Iterator[Problem]:
     Nothing is checked where `datasets` is not installed. key: as in `first_records`.
     """
     name = dataset.dataset_name
-    if name is None or dataset.data_path is not None or name in GENERATED_DATASETS:
+    if dataset.data_path is not None:
+        saved: list[Problem] = []
+        with collected(saved):
+            name = str(sources.saved_folder(dataset) or "") or None  # `first_records` reports a problem of the paths
+    if name is None or name in GENERATED_DATASETS:
         return
     named_dataset = NAMED_DATASETS.get(name)
     repository = named_dataset.repository if named_dataset else name
@@ -170,109 +253,6 @@ def split_problems(key: str, dataset: DatasetConfig) -> Iterator[Problem]:
         with collected(found), with_key(key):
             hub_datasets.check_split(str(folder), subset, split, dataset.kwargs)
     yield from found
-
-
-# ---- JSONL -------------------------------------------------------------------------------------------------------------------
-
-
-def of_lines(records: FirstRecords, most: int | None = None, drops: bool = False) -> FirstRecords:
-    """Add the first `most` records of a JSONL file, and the numbers of lines that are none. Raises as `lines_of` does."""
-    for number, line in itertools.islice(lines_of(records.key, records.path, drops), most):
-        try:
-            records.numbered.append((number, parse_record(line)))
-        except ValueError as error:
-            records.bad.setdefault(str(error), []).append(number)
-    return records
-
-
-def lines_of(key: str, path: Path, drops: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty lines. Raises RecipeError.
-
-    drops: whether bad records are dropped; then the function ends before a line of more than SCAN_LINE bytes, which the job may
-    drop.
-    """
-    try:
-        file = user_files.open_file(path)
-    except (OSError, ValueError) as error:
-        raise RecipeError(unreadable(key, path, error)) from None
-    with file:
-        has_lines = False
-        read = 0
-        try:
-            for number, line in enumerate(user_files.lines(file, SCAN_LINE), 1):
-                if (read := read + len(line)) > SCAN_BYTES:
-                    return
-                if number == 1 and (format_name := user_files.other_format(line)):
-                    raise RecipeError(Problem(key, "bad-format", f"{path}: {format_name}"))
-                if line.strip():
-                    has_lines = True
-                    yield number, line.strip()
-        except OSError as error:
-            if drops and error.errno == errno.EFBIG:
-                return
-            raise RecipeError(unreadable(key, path, error)) from None
-        if not has_lines:
-            raise RecipeError(Problem(key, "no-records", f"{path} is empty; expected one JSON object a line"))
-
-
-# ---- folders -----------------------------------------------------------------------------------------------------------------
-
-
-class _LeftToTheJob(Exception):
-    """Raised if this module cannot tell which files of a folder the job reads, or how the job decodes their columns."""
-
-
-def _first_file(folder: Path, dataset: DatasetConfig) -> Path:
-    """Return the first file that `datasets.load_dataset` reads for the split. Raises _LeftToTheJob if that is not certain."""
-    if dataset.subset or dataset.kwargs or "configs:" in _card(folder):
-        raise _LeftToTheJob("a configuration of `datasets` selects its files")
-    hidden = (".", "__")
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    paths = [path for path in paths if not any(part.startswith(hidden) for part in path.relative_to(folder).parts)]
-    data = [path for path in paths if path.suffix in (".parquet", ".jsonl")]
-    if not data or len({path.suffix for path in data}) > 1 or any(path.suffix in (".json", ".arrow", ".csv") for path in paths):
-        raise _LeftToTheJob("expected only Parquet files, or only .jsonl files")
-    words = {path: set(re.split(r"[-._ 0-9/]+", str(path.relative_to(folder)))) for path in data}
-    split = dataset.split or "train"
-    if any(path_words & split_words for path_words in words.values() for split_words in SPLITS.values()):
-        data = [path for path in data if words[path] & SPLITS.get(split, set())]
-    elif split != "train":
-        data = []
-    if not data:
-        raise _LeftToTheJob(f"no path of a file contains the word {split}")
-    return data[0]
-
-
-def _card(folder: Path) -> str:
-    try:
-        return user_files.read_text(folder / "README.md")
-    except (OSError, ValueError):
-        return ""
-
-
-def _of_parquet(records: FirstRecords, dataset: DatasetConfig, most: int | None) -> FirstRecords:
-    try:
-        import pyarrow.parquet  # the job has it; a login node may not
-    except ImportError:
-        raise _LeftToTheJob("pyarrow is not installed here. Try pip install pyarrow") from None
-    rows: list[Record] = []
-    read = 0
-    try:
-        with user_files.open_file(records.path) as file:
-            table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
-            if "extension<" in str(table.schema_arrow):
-                raise _LeftToTheJob("it has columns that `datasets` must decode")
-            for batch in table.iter_batches(BATCH_ROWS):
-                rows += batch.to_pylist()
-                read += batch.nbytes
-                if read > SCAN_BYTES or (most is not None and len(rows) >= most):
-                    break
-    except (OSError, pyarrow.ArrowException) as error:
-        raise RecipeError(unreadable(records.key, records.path, error)) from None
-    if not rows:
-        raise RecipeError(Problem(records.key, "no-records", f"{records.path} has no rows; expected at least one"))
-    records.numbered = list(enumerate(ArrowRecords(rows[:most], str(records.path), dataset.tools_key)))
-    return records
 
 
 # ---- the number of records -------------------------------------------------------------------------------------------------
@@ -298,8 +278,15 @@ def step_problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
 
 def count(dataset: DatasetConfig) -> int | None:
     """Return the number of records that a run trains on in one epoch; None if it is not known."""
-    generated = dataset.kwargs.get("size") if dataset.dataset_name in GENERATED_DATASETS else None
-    records = _lines(Path(dataset.data_path)) if dataset.data_path else generated
+    records: Any = dataset.kwargs.get("size") if dataset.dataset_name in GENERATED_DATASETS else None
+    if dataset.processor:
+        return None
+    if dataset.data_path is not None:
+        try:
+            counts = [count_records(path) for path in _files(dataset)]
+        except RecipeError:  # another check reports it
+            return None
+        records = sum(filter(None, counts)) if counts and None not in counts else None
     if not isinstance(records, int):
         return None
     records = min(records, dataset.max_samples or records)
@@ -308,14 +295,16 @@ def count(dataset: DatasetConfig) -> int | None:
     return max(0, records) * dataset.repeat
 
 
-def _lines(path: Path) -> int | None:
-    """Return the number of lines that are not blank; None for a large file, or one that another check refuses."""
+def count_records(path: Path) -> int | None:
+    """Return the number of records of a file; None for a large or compressed file, or one that another check refuses."""
     try:
-        with user_files.open_file(path) as file:
-            if user_files.other_format(file.read(8)) or path.stat().st_size > COUNT_BYTES:
-                return None
-        return user_files.count_lines(path)
-    except (OSError, ValueError):
+        form = file_formats.recognize(path)
+        if form.name == "parquet":
+            return arrow_records.count_rows(path)
+        if form.compression or not form.is_text or path.stat().st_size > COUNT_BYTES:
+            return None
+        return len(text_records.TextRecords(path, form, drops=True))
+    except (OSError, ValueError, ImportError):
         return None
 
 
@@ -328,11 +317,3 @@ def also(numbers: list[int], unit: str = "line") -> str:
         return ""
     numbers_text = ", ".join(map(str, other_numbers[:SHOWN_NUMBERS])) + (" ..." if len(other_numbers) > SHOWN_NUMBERS else "")
     return f" (and in {len(other_numbers)} more: {unit}{'s' if len(other_numbers) > 1 else ''} {numbers_text})"
-
-
-def unreadable(key: str, path: str | Path, error: Exception) -> Problem:
-    """Return the problem of a file that cannot be read."""
-    code = "file-not-found" if isinstance(error, FileNotFoundError) else "unreadable"
-    reason = error.strerror if isinstance(error, OSError) else None
-    hint = ". Try a path from the recipe's file, or on the command line from the working directory"
-    return Problem(key, code, f"{path}: {reason or error}{hint if code == 'file-not-found' else ''}")

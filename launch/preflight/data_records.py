@@ -68,6 +68,7 @@ def problems(
     numbered, usable, sizes = records.numbered, [], {}
     faults: dict[int, str] = {}
     encoded: list[EncodedRecord] = []
+    reader, required = None, ()
     try:
         columns = recognize_columns(recipe, key, dataset, (record for _, record in numbered))
     except ValueError as error:
@@ -79,13 +80,13 @@ def problems(
         if columns.dataset.messages_key != dataset.messages_key and not recipe.data.apply_chat_template:
             yield _untemplated(records, columns.dataset.messages_key)
             return
-        rows, required = [record for _, record in numbered], ()
+        rows = [record for _, record in numbered]
         notes += _absent_tools(recipe, key, dataset, rows)
         if fields:
             notes += _replaced_columns(key, columns.dataset, fields, rows)
             absent = list(_absent_columns(key, dataset, columns.dataset, fields, rows))
             yield from absent
-            required = () if absent else dict.fromkeys(name for one in fields for name in one.required)
+            required = () if absent else [*dict.fromkeys(name for one in fields for name in one.required)]
         reader = RecordReader(recipe.data, columns.dataset)
         for number, record in numbered:
             try:
@@ -102,8 +103,11 @@ def problems(
     stays, count = records.bad, len(numbered)
     if dataset.data_path is not None:  # `datasets` refuses the whole file for such a line
         unusable, stays, count = unusable | records.bad, {}, count + sum(map(len, records.bad.values()))
-    bad = droppable("data.bad_records", recipe.data.bad_records == "drop", unusable, count) | stays
-    yield from bad_record_problems(records, bad)
+    drops = recipe.data.bad_records == "drop"
+    yield from bad_record_problems(records, droppable("data.bad_records", drops, unusable, count) | stays)
+    if reader is not None and not drops:
+        for other in records.others:
+            yield from bad_record_problems(other, _unlike(recipe, reader, other, required))
     if tokenizer:
         yield from _token_problems(recipe, records, tokenizer, [record for record in encoded if not record.fault])
 
@@ -127,6 +131,17 @@ def _read(recipe: Recipe, reader: RecordReader, record: Record, required: Iterab
         return len(str(read))
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+
+
+def _unlike(recipe: Recipe, reader: RecordReader, records: FirstRecords, required: Sequence[str]) -> dict[str, list[int]]:
+    """Return fault -> record numbers of another file of the data set, whose columns may differ from the first file's."""
+    faults = dict(records.bad)
+    for number, record in records.numbered:
+        try:
+            _read(recipe, reader, record, required)
+        except ValueError as error:
+            faults.setdefault(str(error), []).append(number)
+    return {f"{fault}{_advice('data.bad_records', fault, True)}": numbers for fault, numbers in faults.items()}
 
 
 def _unjudged(recipe: Recipe, reader: RecordReader, records: Numbered) -> Iterator[tuple[int, str]]:

@@ -1,6 +1,6 @@
 """Check the checkpoint of an evaluation and the data of its tasks before anything is submitted.
 
-A JSONL file is read as the job reads it, up to SCAN_BYTES. For a data set that `datasets` reads, only its presence is checked.
+A file is read as the job reads it, up to SCAN_BYTES. For a data set that `datasets` reads, only its presence is checked.
 `user_imports.py` checks the user's own formats and callables. lm-evaluation-harness takes seconds of CPU to index all of its
 tasks, so its files are searched as text for the folders that it then indexes. The job refuses what this misses.
 """
@@ -112,7 +112,7 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
     """
     records, unread = data_files.FirstRecords(f"{key}.data_path", path), []
     with collected(unread):
-        data_files.of_lines(records, drops=drops)
+        records = data_files.of_file(f"{key}.data_path", path, drops=drops)
     count, bad = len(records.numbered) + sum(map(len, records.bad.values())), records.bad
     for number, record in records.numbered:
         try:

@@ -1,7 +1,7 @@
 """Check the models, tokenizers and data files of a recipe before anything is created or submitted.
 
-Reads JSON, JSONL and tokenizer.json, imports neither torch nor transformers, and bounds how much it reads and encodes. The job
-checks what lies beyond these bounds.
+Reads data files, JSON and tokenizer.json, imports neither torch nor transformers, and bounds how much it reads and encodes. The
+job checks what lies beyond these bounds.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import glob
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from launch.preflight import architecture, data_files, data_records, libraries, model_tokenizers
+from launch.preflight import architecture, data_files, data_records, libraries, model_tokenizers, user_imports
+from launch.preflight.data_files import FirstRecords
 from launch.preflight.data_records import Fields
 from launch.recipes.model_files import hf_home, hub_cache
+from launch.recipes.trust import Trust
+from launch.terminal.units import plural
 from pipeline import config
 from pipeline.config import (
     DATASET_CARDS,
@@ -28,8 +32,13 @@ from pipeline.config import (
     is_dotted_path,
     nearest_dataset,
 )
+from pipeline.data import sources
+from pipeline.data.media import refuse_media
 from pipeline.data.records import check_prompt_text
 from pipeline.recipe import user_files
+
+FEW = 4  # records of the hub's cache that are searched for images
+PROCESSED = 256  # records to which a processor is applied before submission
 
 
 def problems(
@@ -37,11 +46,13 @@ def problems(
     pending: Sequence[os.PathLike] = (),
     notes: list[str] | None = None,
     fields: Mapping[str, Sequence[Fields]] | None = None,
+    trust: Trust = Trust.NOTHING,
 ) -> Iterator[Problem]:
     """Yield problems of models, tokenizers and data files.
 
     pending: models of needed recipes that have not run yet, which are not checked. notes: receives how data files are read.
-    fields: name of an environment -> the fields of the user's code in it (`user_imports.fields`).
+    fields: name of an environment -> the fields of the user's code in it (`user_imports.fields`). trust: whose processors may
+    run.
     """
     notes = [] if notes is None else notes
     trains = config.trains(recipe)
@@ -56,11 +67,17 @@ def problems(
     tokenizer = yield from model_tokenizers.problems(recipe, pending, notes)
     yield from model_tokenizers.teacher_problems(recipe, tokenizer, pending)
     for key, dataset in config.keyed_sets(recipe.data).items() if trains else ():
-        yield from _check_dataset(recipe, key, dataset, tokenizer, notes, (fields or {}).get(dataset.env_name or "", ()))
+        yield from _check_dataset(recipe, key, dataset, tokenizer, notes, (fields or {}).get(dataset.env_name or "", ()), trust)
 
 
 def _check_dataset(
-    recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: Path | None, notes: list[str], fields: Sequence[Fields]
+    recipe: Recipe,
+    key: str,
+    dataset: DatasetConfig,
+    tokenizer: Path | None,
+    notes: list[str],
+    fields: Sequence[Fields],
+    trust: Trust,
 ) -> Iterator[Problem]:
     texts: list[Problem] = []
     with collected(texts):
@@ -75,9 +92,9 @@ def _check_dataset(
             if getattr(dataset, name):
                 message = f"got {getattr(dataset, name)}, which needs a chat template, but data.apply_chat_template is false"
                 yield Problem(f"{key}.{name}", "contradiction", message)
+    yield from data_files.split_problems(key, dataset)
     if dataset.data_path is None:
         yield from check_name(key, dataset.dataset_name)
-        yield from data_files.split_problems(key, dataset)
     elif dataset.dataset_name is not None:
         yield Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them")
     unread: list[Problem] = []
@@ -86,8 +103,48 @@ def _check_dataset(
         records = data_files.first_records(key, dataset, notes, drops=recipe.data.bad_records == "drop")
         records = records or data_files.first_generated(key, dataset, config.section(recipe).seed, notes)
     yield from unread
+    if records is None and not unread and not dataset.processor:
+        yield from _cached_media(key, dataset)
+    if records is not None and dataset.processor:
+        records = _process(recipe, key, dataset.processor, records, trust, notes)
+        if not (records is None or records.numbered or records.bad):
+            message = f"{dataset.processor} drops all of the first {PROCESSED} records or fewer; expected one that remains"
+            yield Problem(f"{key}.processor", "no-records", message)
+            return
     if records is not None:
         yield from data_records.problems(recipe, key, dataset, records, None if texts else tokenizer, fields, notes)
+
+
+def _cached_media(key: str, dataset: DatasetConfig) -> Iterator[Problem]:
+    """Yield a problem if the first records of a data set in the hub's cache have images, sound or video."""
+    records = None
+    with collected([]):  # a damaged file, which `datasets` may not read
+        records = data_files.first_cached(key, dataset, FEW)
+    if records is None:
+        return
+    for number, record in records.numbered:
+        try:
+            refuse_media(record)
+        except ValueError as error:
+            yield Problem(records.key, "bad-record", f"{records.location(number)}: {error}")
+            return
+
+
+def _process(recipe: Recipe, key: str, path: str, records: FirstRecords, trust: Trust, notes: list[str]) -> FirstRecords | None:
+    """Return the records that a processor makes of the first ones; None if it does not run here. notes: receives why."""
+    first = records.numbered[:PROCESSED]
+    answers = user_imports.processed(recipe, trust, path, [record for _, record in first])
+    if isinstance(answers, str):
+        notes.append(f"{key}.processor: only the job checks what it makes of the records: {answers}")
+        return None
+    made = replace(records, numbered=[], others=[])
+    for (number, _), answer in zip(first, answers, strict=True):
+        made.numbered += [(number, record) for record in answer.get("made", ())]
+        if "fault" in answer:
+            made.bad.setdefault(answer["fault"], []).append(number)
+    if dropped := sum(answer.get("made") == [] for answer in answers):
+        notes.append(f"{key}.processor: {path} drops {dropped} of the first {plural(len(first), 'record')}")
+    return made
 
 
 def _check_template(key: str, path: str) -> None:
@@ -103,7 +160,7 @@ def _text(key: str, path: str) -> str:
     try:
         return user_files.read_text(path)
     except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
-        raise RecipeError(data_files.unreadable(key, path, error)) from None
+        raise RecipeError(sources.unreadable(key, path, error)) from None
 
 
 def check_name(key: str, name: str | None) -> Iterator[Problem]:
@@ -118,7 +175,7 @@ def check_name(key: str, name: str | None) -> Iterator[Problem]:
     if is_dotted_path(name) and not Path(name).exists():
         return  # user_imports.py checks it
     if Path(name).is_file():
-        what = f"got {name}, a file; expected a folder or a name. Try {key}.data_path for JSONL, or the file's folder"
+        what = f"got {name}, a file; expected a folder or a name. Try {key}.data_path={name}"
         yield Problem(f"{key}.dataset_name", "bad-format", what)
         return
     repository = NAMED_DATASETS[name].repository if name in NAMED_DATASETS else name

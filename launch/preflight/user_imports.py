@@ -23,6 +23,7 @@ from typing import Any
 from launch.executors import containers
 from launch.executors.executor import ROOT
 from launch.preflight import bounded, user_source
+from launch.preflight.data_files import Record
 from launch.preflight.data_records import Fields
 from launch.preflight.signatures import module_spec
 from launch.recipes.trust import Trust, trusted_folders
@@ -42,7 +43,7 @@ class CodeReference:
 
     key: str
     path: str  # dotted, or FILE.py:NAME
-    role: str  # environment, reward, tool, dataset, format
+    role: str  # environment, reward, tool, dataset, processor, format
     component: str  # whose ranks import it
     kwargs: dict[str, Any] = field(default_factory=dict)
     environment: str = ""  # under `env`, for which it scores answers
@@ -60,7 +61,7 @@ class CodeReference:
 
 
 def code_references(recipe: Recipe) -> list[CodeReference]:
-    """Return the user code in a recipe: environments, tools, data sets and formats with a dotted path."""
+    """Return the user code in a recipe: environments, tools, data sets, processors and formats with a dotted path."""
     references = []
     for name, environment in recipe.env.items() if generates(recipe) else ():
         for scorer in scorers(name, environment):
@@ -73,7 +74,10 @@ def code_references(recipe: Recipe) -> list[CodeReference]:
             kinds = {tool: config.kind for tool, config in tools.items() if config.kind and config.kind not in TOOLS}
             references += [CodeReference(f"{key}.{tool}", kind, "tool", "generate") for tool, kind in kinds.items()]
     if trains(recipe):
-        realm, names = "train", {key: dataset.dataset_name for key, dataset in keyed_sets(recipe.data).items()}
+        sets = keyed_sets(recipe.data).items()
+        realm, names = "train", {key: dataset.dataset_name for key, dataset in sets}
+        processors = {f"{key}.processor": dataset.processor for key, dataset in sets if dataset.processor}
+        references += [CodeReference(key, path, "processor", "train") for key, path in processors.items()]
     else:
         tasks = recipe.evaluate.tasks.items()
         formats = {
@@ -141,12 +145,7 @@ def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
     references = code_references(recipe)
     folders = searched(recipe)
     trusted = trusted_folders(trust, folders)
-    of_files = trusted_folders(trust, [reference.file.parent for reference in references if reference.file])
-    imported = [
-        reference
-        for reference in references
-        if trust is Trust.EVERYTHING or folder_of(reference, recipe) in (of_files if reference.file else trusted)
-    ]
+    imported = [reference for reference in references if _is_trusted(reference, recipe, trust, trusted)]
     replies = dict(_probe(recipe, imported, trust, trusted)) if imported else {}
     for reference in references:
         if reference not in imported:
@@ -157,9 +156,28 @@ def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
     return replies
 
 
+def _is_trusted(reference: CodeReference, recipe: Recipe, trust: Trust, trusted: Sequence[Path]) -> bool:
+    """Return whether the code of a reference may be imported. trusted: the trusted folders of those that are searched."""
+    if reference.file is not None:
+        trusted = trusted_folders(trust, [reference.file.parent])
+    return trust is Trust.EVERYTHING or folder_of(reference, recipe) in trusted
+
+
 def _read(reference: CodeReference, folders: Sequence[Path], checks_imports: bool = True) -> dict[str, Any]:
     kwargs = sorted(reference.kwargs)
     return bounded.call(lambda: user_source.describe(reference.path, reference.role, kwargs, folders, checks_imports))
+
+
+def processed(recipe: Recipe, trust: Trust, path: str, records: Sequence[Record]) -> list[dict[str, Any]] | str:
+    """Return what the processor at a path makes of each record: {made: records} or {fault: text}.
+
+    The function runs in a separate process, which ends after PROBE_S, if its code is trusted; else return why it does not run.
+    """
+    trusted = trusted_folders(trust, searched(recipe))
+    reference = next(reference for reference in code_references(recipe) if reference.path == path)
+    if not _is_trusted(reference, recipe, trust, trusted):
+        return "a plan runs no processor of code that is not trusted (trust=true)"
+    return _run(recipe, trust, trusted, {"process": path, "records": json.loads(json.dumps(records, default=str))})
 
 
 def describe_kwargs(recipe: Recipe, name: str) -> str:
@@ -247,13 +265,19 @@ def _probe(
 
     trusted: the folders to search, if the trust is not Trust.EVERYTHING.
     """
-    everything = trust is Trust.EVERYTHING
     asked = {reference.key: (reference.path, reference.role, sorted(reference.kwargs)) for reference in references}
-    request = {"folders": recipe.module_folders if everything else [*map(str, trusted)], "asked": asked}
+    reply = _run(recipe, trust, trusted, {"asked": asked})
+    return {reference.key: {"unchecked": reply} for reference in references} if isinstance(reply, str) else reply
+
+
+def _run(recipe: Recipe, trust: Trust, trusted: Sequence[Path], asked: dict[str, Any]) -> Any:
+    """Run `user_source.py` on a request, and return its reply, or as a text why there is none. trusted: as in `_probe`."""
+    everything = trust is Trust.EVERYTHING
+    request = {"folders": recipe.module_folders if everything else [*map(str, trusted)], **asked}
     folders = _python_path(recipe) if everything else filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     cwd = None if everything or Path.cwd() in trusted else ROOT  # it is searched too
-    replies, why = ask("launch.preflight.user_source", request, [*folders], cwd)
-    return replies if replies is not None else {reference.key: {"unchecked": why} for reference in references}
+    reply, why = ask("launch.preflight.user_source", request, [*folders], cwd)
+    return why if reply is None else reply
 
 
 def ask(

@@ -4,7 +4,8 @@ A description is a reply: one of {ok, fields, required}, for a function with a s
 importer} and {raised, foreign}. `fields` are the arguments that columns and kwargs can give; None for any.
 
 `python -m launch.preflight.user_source REPLY` reads {folders, asked: {key: [path, role, kwargs]}} as JSON from stdin, imports
-the code, and writes key -> reply as JSON into the file REPLY. The caller discards the output of the code.
+the code, and writes key -> reply as JSON into the file REPLY. Given {folders, process: path, records}, it writes what a
+processor makes of each record. The caller discards the output of the code.
 
 The source shows a module or a name that does not exist, a syntax error, a package that is not installed, and the parameters of
 functions and plain classes. It does not show names that are made at run time or by several statements, nor changes by
@@ -35,6 +36,7 @@ from typing import Any
 
 from launch.executors.executor import ROOT
 from launch.preflight.signatures import absolute, module_spec, signature_of
+from pipeline.data import processors
 from pipeline.environments import custom
 from pipeline.recipe import user_code, user_files
 
@@ -63,10 +65,7 @@ class CodeFault(Exception):
 
 
 def describe_imported(path: str, role: str, kwargs: Sequence[str]) -> dict[str, Any]:
-    """Import the user's object at a path, and return the reply about it.
-
-    role: environment, reward, tool, dataset or format
-    """
+    """Import the user's object at a path, and return the reply about it. role: as in `CodeReference`."""
     try:
         loaded_object = user_code.load(path)
     except user_code.NotFound as error:
@@ -92,7 +91,24 @@ def _reply_about(loaded_object: Any, role: str, kwargs: Sequence[str]) -> dict[s
             return {**reply, "named": form.named} if form.parameters and not inspect.isclass(loaded_object) else reply
     elif not callable(loaded_object):
         return {"wrong": f"it is a {type(loaded_object).__name__}, which cannot be called", "code": "wrong-type"}
+    elif role == "processor" and (wrong := _takes_no_record(loaded_object)):
+        return {"wrong": wrong, "code": "wrong-type"}
     return {"ok": True, "fields": None, "required": []}
+
+
+def _takes_no_record(function: Any) -> str:
+    """Return why a processor cannot be called with a record; "" if it can, or if its signature is not known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return ""
+    if inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        return f"got {'a class' if inspect.isclass(function) else 'an async function'}; expected a function of one record"
+    try:
+        signature.bind({})
+    except TypeError:
+        return f"got a function of {signature}; expected one of (record), which returns a record, a list of records or None"
+    return ""
 
 
 def _innermost(error: BaseException) -> tuple[str, int | None]:
@@ -351,7 +367,22 @@ def main(reply: str) -> None:
     if not 0 <= resource.getrlimit(resource.RLIMIT_AS)[1] < MEMORY:  # -1: no limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     user_code.search_in(request["folders"])
-    Path(reply).write_text(json.dumps({key: describe_imported(*source) for key, source in request["asked"].items()}))
+    if "process" in request:
+        answer: Any = _process(request["process"], request["records"])
+    else:
+        answer = {key: describe_imported(*source) for key, source in request["asked"].items()}
+    Path(reply).write_text(json.dumps(answer, default=str))
+
+
+def _process(path: str, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return {made: records} or {fault: text} for each record to which the processor at a dotted path is applied."""
+    function, answers = user_code.load(path), []
+    for record in records:
+        try:
+            answers.append({"made": processors.as_records(processors.process(function, path, record))})
+        except ValueError as error:
+            answers.append({"fault": str(error)})
+    return answers
 
 
 if __name__ == "__main__":

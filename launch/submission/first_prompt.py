@@ -27,6 +27,8 @@ def text(recipe: Recipe) -> str:
         return ""
     try:
         for key, dataset in config.keyed_sets(recipe.data).items():
+            if dataset.processor:  # a plan runs no code of the user
+                continue
             records = first_records(key, dataset, [], READ, recipe.data.bad_records == "drop")
             if records and records.numbered:
                 reading = model_readings.read("policy", recipe.policy)

@@ -243,8 +243,9 @@ def site_problems_of(
     delay the start.
     """
     yield from placement.problems(recipe)
-    code = user_imports.probe(recipe, trust.current(dry))
-    yield from input_files.problems(recipe, pending, notes, user_imports.fields(recipe, code))
+    trusted = trust.current(dry)
+    code = user_imports.probe(recipe, trusted)
+    yield from input_files.problems(recipe, pending, notes, user_imports.fields(recipe, code), trusted)
     yield from data_files.step_problems(recipe, notes)
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
     yield from evaluation_data.problems(recipe)

@@ -82,7 +82,8 @@ class TaskDataConfig:
     """Data set that `datasets` loads: a name in the local cache, or a folder. Or the dotted path of your own callable (split,
     seed=, **kwargs)."""
     data_path: Line | None = None
-    """In place of dataset_name: a JSONL file, or a folder that has SPLIT.jsonl, or SUBSET/SPLIT.jsonl."""
+    """In place of dataset_name: a file in a format of data.train.data_path, or a folder that has SPLIT.jsonl (or SPLIT.parquet
+    and others), or SUBSET/SPLIT.jsonl."""
     subset: Text | None = None
     """Configuration of the data set. Several, separated by commas, are joined. null: the default."""
     split: Text = "test"

@@ -31,6 +31,7 @@ from pipeline.config.data import (
     DATASET_CARDS,
     GENERATED_DATASETS,
     NAMED_DATASETS,
+    data_paths,
     held_out_sets,
     is_dotted_path,
     keyed_sets,
@@ -109,6 +110,7 @@ from pipeline.config.policy import (
 )
 from pipeline.config.recipe_checks import components, has_gpus, problems, validate
 from pipeline.config.schema import (
+    CurriculumConfig,
     DataConfig,
     DatasetConfig,
     LoggerConfig,

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from pipeline.algorithms import ALGORITHMS, ONLINE, PAIRED
+from pipeline.algorithms.evaluate import TaskDataConfig
 from pipeline.config.schema import DataConfig, DatasetConfig, Recipe, generates, only_evaluates
 from pipeline.recipe.problems import Problem
 
@@ -93,6 +94,12 @@ def keyed_sets(data: DataConfig) -> dict[str, DatasetConfig]:
     return trained | validated
 
 
+def data_paths(dataset: DatasetConfig | TaskDataConfig) -> list[str]:
+    """Return the paths and globs of a data set's data_path; none if it has no data_path."""
+    paths = dataset.data_path
+    return [] if paths is None else [paths] if isinstance(paths, str) else list(paths)
+
+
 def held_out_sets(data: DataConfig) -> dict[str, DatasetConfig]:
     """Return name in validation -> training data set, for the training data sets that hold out records for validation."""
     trained = training_sets(data).items()
@@ -125,6 +132,10 @@ def check_data(recipe: Recipe) -> Iterator[Problem]:
     for key, dataset in keyed_sets(data).items():
         yield from _check_numbers(key, dataset)
         yield from _check_named(recipe, key, dataset)
+        if dataset.data_path == []:
+            yield Problem(
+                f"{key}.data_path", "missing-value", "got an empty list; expected at least one path. Try [FILE, FILE]"
+            )
         if dataset.text_key and (recipe.algorithm in ONLINE or recipe.algorithm in PAIRED):
             text = f"got '{dataset.text_key}'; expected null: {recipe.algorithm} needs prompts. Try input_key"
             yield Problem(f"{key}.text_key", "unsupported", text)
@@ -136,6 +147,13 @@ def check_data(recipe: Recipe) -> Iterator[Problem]:
         if generates(recipe) and dataset.env_name not in recipe.env:
             yield _no_environment(recipe, f"{key}.env_name", dataset.env_name)
     yield from _check_several(data)
+    curriculum, key = data.curriculum, "data.curriculum"
+    if curriculum.enabled and curriculum.hard >= curriculum.easy:
+        text = f"got {curriculum.hard}; expected below {key}.easy, {curriculum.easy}"
+        yield Problem(f"{key}.hard", "too-large", text)
+    if curriculum.enabled and curriculum.easy_share + curriculum.hard_share > 1:
+        text = f"got {curriculum.hard_share} with {key}.easy_share={curriculum.easy_share}; expected at most 1 together"
+        yield Problem(f"{key}.hard_share", "too-large", text)
     if recipe.algorithm in ALGORITHMS and only_evaluates(recipe) and not validates(recipe):
         yield Problem(
             f"{recipe.algorithm}.max_num_steps",

@@ -201,7 +201,7 @@ def names_own_code(key: str, value: object) -> bool:
     """Return whether the value at a dotted key names user code."""
     if any(fnmatch.fnmatchcase(key, one) for one in ("data.*.dataset_name", "evaluate.tasks.*.data.dataset_name")):
         return isinstance(value, str) and is_dotted_path(value)
-    if fnmatch.fnmatchcase(key, "evaluate.tasks.*.format"):
+    if fnmatch.fnmatchcase(key, "data.*.processor") or fnmatch.fnmatchcase(key, "evaluate.tasks.*.format"):
         return isinstance(value, str) and "." in value
     if fnmatch.fnmatchcase(key, "env.*.kwargs.tools*"):
         texts = value if isinstance(value, list) else [value]

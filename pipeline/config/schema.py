@@ -47,12 +47,14 @@ class DatasetConfig:
     dataset_name: Line | None = None
     """A generated or named data set, a name or folder for `datasets`, or the dotted path of your own callable (split, seed=,
     **kwargs) that returns a sequence of records."""
-    data_path: Line | None = None
-    """A JSONL file. In recipes that inherit, data_path and dataset_name replace each other."""
+    data_path: Line | list[Line] | None = None
+    """A file of Parquet, Arrow, CSV, TSV, a JSON array or JSON lines (texts also as .gz, .bz2, .xz, .zst), a list of files, a
+    glob, a folder of files, or a folder of `save_to_disk`. In recipes that inherit, data_path and dataset_name replace each
+    other."""
     subset: Text | None = None
     """Configuration of the repository. null: the data set's default."""
     split: Text | None = None
-    """Split of the data set. null: its default, mostly `train`."""
+    """Split of the data set, or of a folder whose files are named by split. null: the default, mostly `train`."""
     max_samples: Positive | None = None
     """Number of records to use, drawn at random with `seed`. null: all."""
     split_validation_size: Annotated[Float, Field(ge=0)] = 0.0
@@ -61,6 +63,9 @@ class DatasetConfig:
     """Seed of the draws for max_samples and split_validation_size."""
     repeat: Positive = 1
     """Number of passes over the records in one epoch."""
+    processor: Line | None = None
+    """Dotted path of your own function that makes a record, a list of records or None (which drops it) of each record, before
+    its columns are read."""
     input_key: Text = "input"
     """Column of the prompt: a string, or messages {role, content}. DPO, RM: the prompt of both answers; `''` if the answers
     include it."""
@@ -93,6 +98,22 @@ class DatasetConfig:
 
 
 @dataclass
+class CurriculumConfig:
+    """Choice of prompts by how well the policy answers them: pools of easy and hard records."""
+
+    enabled: Bool = False
+    """Whether to choose prompts by the mean reward of their records' latest answers."""
+    easy: Float = 1.0
+    """Mean reward from which on a record is easy."""
+    hard: Float = 0.0
+    """Mean reward up to which a record is hard."""
+    easy_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
+    """Share of prompts drawn from the easy records; others pass over these."""
+    hard_share: Annotated[Float, Field(ge=0, le=1)] = 0.1
+    """Share of prompts drawn from the hard records; others pass over these."""
+
+
+@dataclass
 class DataConfig:
     """Training and validation data."""
 
@@ -102,6 +123,7 @@ class DataConfig:
     """Several training data sets by name, mixed by weight, in place of train."""
     validations: dict[str, DatasetConfig] = field(default_factory=dict)
     """Several validation data sets by name, each with its own metrics, in place of validation."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     max_input_seq_length: Positive = interpolation("${policy.max_total_sequence_length}")
     """Maximum tokens of a prompt; for offline algorithms, of a sequence."""
     overlong_prompts: Literal["error", "drop"] = "error"

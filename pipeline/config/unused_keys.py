@@ -7,6 +7,7 @@ reported, unless the file or the command line changes the algorithm: then a note
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from pipeline.algorithms import ALGORITHMS, read_by
 from pipeline.config import aliases, fixed_keys, schema_validation
 from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, from_plain, within
-from pipeline.config.data import keyed_sets
+from pipeline.config.data import data_paths, keyed_sets
 from pipeline.config.parallelism import DTENSOR, MEGATRON, Backend, backend_of, named_backend
 from pipeline.config.schema import Recipe
 from pipeline.recipe.problems import Problem
@@ -40,7 +41,7 @@ SAME = (  # keys with the same meaning for different backends
     (f"{MEGATRON}.peft", f"{DTENSOR}.lora_cfg"),
 )
 FIELDS_OF_NAMED_DATA = ("subset", "split", "kwargs")
-"""Fields of a data set that nothing reads if it is a file (data_path)."""
+"""Fields of a data set that nothing reads if it is a file (data_path). A folder's files may be named by `split`."""
 NOTED = 3  # keys that a note lists
 
 References = Mapping[str, Collection[str]]
@@ -149,6 +150,8 @@ def problems_of_files(recipe: Recipe, origins: Mapping[str, str], references: Re
         if dataset.data_path is None or dataset.dataset_name is not None:
             continue
         fields = [f"{section}.{name}" for name in FIELDS_OF_NAMED_DATA]
+        if any(os.path.isdir(path) for path in data_paths(dataset)):
+            fields.remove(f"{section}.split")
         path_is_own = own(origins.get(f"{section}.data_path", ""))
         given = _given(
             recipe, origins, references, lambda origin, both=path_is_own: origin == COMMAND_LINE or (both and own(origin))

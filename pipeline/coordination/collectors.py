@@ -160,6 +160,7 @@ class SyncCollector(Collector):
         most = getattr(self._section, "dynamic_sampling_max_gen_batches", 1)
         while self._batch and len(selected) < per_step:
             groups = self._judge(self._dispatch.wait_for(self._batch, self._train.purpose))
+            prompts.observe(groups)
             sampled, selected, batches = sampled + groups, selected + select(groups), batches + 1
             self._batch = prompts.take(self.prompts_per_batch) if len(selected) < per_step else []
             if self._batch:
@@ -233,6 +234,7 @@ class AsyncCollector(Collector):
         older = [live for live in self._buffer.live if live.begun < step]
         while len(selected) < per_step and (groups := self._next(step, per_step - len(selected))):
             groups = self._judge(groups)
+            prompts.observe(groups)
             chosen = select(groups)
             sampled, selected = sampled + groups, selected + chosen
             if passed_over := len(groups) - len(chosen):

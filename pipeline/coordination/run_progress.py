@@ -94,9 +94,9 @@ class RunProgress:
             logger.info("the run stops early: %s", self.stopped)
 
 
-def dropped_records(data: Stream | Mixture) -> dict[str, float]:
-    """Return the metric of the records that the data have skipped up to their position; {} if no record was skipped."""
-    return {DROPPED: float(data.dropped)} if data.dropped else {}
+def data_metrics(data: Stream | Mixture) -> dict[str, float]:
+    """Return metrics of the data up to their position: the records skipped, if there are any, and those of a curriculum."""
+    return data.metrics | ({DROPPED: float(data.dropped)} if data.dropped else {})
 
 
 def validates(section: OnlineConfig | OfflineConfig, step: int, last: bool) -> bool:

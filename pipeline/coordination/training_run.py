@@ -12,7 +12,7 @@ from pipeline.checkpoints.checkpoint import Checkpoints, version_problem
 from pipeline.config import Recipe, RecipeError
 from pipeline.coordination.colocation import Colocation
 from pipeline.coordination.run_logger import RunLogger
-from pipeline.coordination.run_progress import RunProgress, dropped_records, validates
+from pipeline.coordination.run_progress import RunProgress, data_metrics, validates
 from pipeline.coordination.run_saver import RunSaver
 from pipeline.data.mixture import Mixture
 from pipeline.data.stream import Stream
@@ -111,7 +111,7 @@ class TrainingRun:
         clocks = self.logger.metrics.take_clocks()
         values |= clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]} | self.timeline.step_ended(step)
         if unused is not None:
-            values |= self.progress.data_ended(step, unused) | dropped_records(self.data)
+            values |= self.progress.data_ended(step, unused) | data_metrics(self.data)
         self.log_and_save(step, last or bool(self.progress.early_stop.reason), position, values, groups)
 
     def log_and_save(

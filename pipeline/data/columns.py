@@ -13,12 +13,15 @@ dotted name is a field of a nested column, such as `reward_model.ground_truth` o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config import PAIRED, DatasetConfig, Recipe, generates, judged_by_expected_answers
+from pipeline.data.media import refuse_media
 
 Message = dict[str, Any]
 """A turn of a conversation: {"role": ..., "content": ...} and other fields for its chat template, such as tool_calls."""
@@ -98,6 +101,7 @@ def recognize_columns(recipe: Recipe, key: str, dataset: DatasetConfig, records:
 def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) -> Columns:
     if not isinstance(record, Mapping) or dataset.messages_key or dataset.text_key:
         return Columns(dataset)
+    refuse_media(record)
     recipe_keys = {name: value for name in KEYS if (value := getattr(dataset, name)) != DEFAULTS[name]}
     if recipe.algorithm in PAIRED:
         readings = list(_pairs(recipe, recipe_keys, record))
@@ -125,19 +129,31 @@ def judged_by_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
 
 
 def column(record: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """Return the value of a column or of a field of a nested column: "a.b" is column "a.b", else field "b" of column "a"."""
+    """Return the value of a column or of a field of a nested column: "a.b" is column "a.b", else field "b" of column "a".
+
+    The nested column may be a JSON text, as in a cell of CSV.
+    """
     if name in record:
         return record[name]
     outer, dot, inner = name.partition(".")
-    nested = record.get(outer) if dot else None
+    nested = _nested(record.get(outer)) if dot else None
     return column(nested, inner, default) if isinstance(nested, Mapping) else default
+
+
+def _nested(value: Any) -> Any:
+    """Return the mapping of a JSON text, other values unchanged."""
+    if isinstance(value, str) and value.startswith("{"):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
 
 
 def column_names(record: Mapping[str, Any]) -> list[str]:
     """Return the names of a record's columns. A nested column is replaced by the dotted names of its fields."""
     names: list[str] = []
     for name, value in record.items():
-        nested = column_names(value) if isinstance(value, Mapping) else []
+        fields = _nested(value)
+        nested = column_names(fields) if isinstance(fields, Mapping) else []
         names += [f"{name}.{inner}" for inner in nested] or [name]
     return names
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import CurriculumConfig
-from pipeline.data.stream import PromptStream
+from pipeline.data.stream import PromptStream, Stream
 from pipeline.types import Prompt, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -54,10 +54,10 @@ class Pool:
             self.records[place], self._places[last] = last, place
 
 
-class Curriculum:
+class Curriculum(Stream[Prompt]):
     """A stream of one data set's prompts, of which `observe` learns how hard they are."""
 
-    def __init__(self, stream: PromptStream, config: CurriculumConfig, seed: int) -> None:
+    def __init__(self, stream: PromptStream, config: CurriculumConfig, seed: int) -> None:  # pyright: ignore[reportMissingSuperCall]
         """Choose among the prompts of a stream, which nothing else reads."""
         self._stream, self._config, self._seed = stream, config, seed
         self._pools = {"easy": Pool(), "hard": Pool()}
@@ -138,10 +138,14 @@ class Curriculum:
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which JSON can represent."""
         pools = {name: pool.records for name, pool in self._pools.items()}
-        return {**self._stream.state_dict(), "taken": self._taken, "passed_over": self.passed_over, "pools": pools}
+        return {
+            **self._stream.state_dict(),
+            "curriculum": {"taken": self._taken, "passed_over": self.passed_over, "pools": pools},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, which may be a stream's, from a run without a curriculum. Raise RecipeError as a stream does."""
         self._stream.load_state_dict(state)
-        self._pools = {name: Pool(state.get("pools", {}).get(name, ())) for name in self._pools}
-        self._taken, self.passed_over = state.get("taken", self._stream.position), state.get("passed_over", 0)
+        saved = state.get("curriculum", {"taken": self._stream.position, "passed_over": 0, "pools": {}})
+        self._taken, self.passed_over = saved["taken"], saved["passed_over"]
+        self._pools = {name: Pool(saved["pools"].get(name, ())) for name in self._pools}

@@ -1,15 +1,13 @@
-"""Read records: from a JSONL file, the `datasets` library, a generator in this package, or your own callable.
+"""Read records: from files, the `datasets` library, a generator in this package, or your own callable.
 
-A record is a dict; `pipeline.data.records` documents its columns. `pipeline.data.mixture` mixes several data sets. Not
-supported: streaming data sets.
+A record is a dict, or with a processor a list of dicts; `pipeline.data.records` documents its columns. `pipeline.data.sources`
+reads files; `pipeline.data.mixture` mixes several data sets. Not supported: streaming data sets.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, is_dotted_path
-from pipeline.data import named
+from pipeline.data import named, sources
 from pipeline.data.arrow_records import ArrowRecords
-from pipeline.data.records import parse_record
-from pipeline.recipe import user_code, user_files
+from pipeline.data.processors import ProcessedRecords, as_records
+from pipeline.recipe import user_code
 from pipeline.recipe.problems import Problem, RecipeError
 
 Record = dict[str, Any]
@@ -47,10 +45,10 @@ def load_split(dataset: DatasetConfig, seed: int, drops: bool = False) -> tuple[
     """Return (training records, records that `split_validation_size` holds out) of a data set.
 
     seed: the seed of a generated data set or a callable if `kwargs` have none. drops: whether the stream drops bad records. A
-    malformed line of a data file then raises when it is read, not here; it counts as a record in draws, sizes and positions.
+    malformed record of a text file then raises when it is read, not here; it counts in draws, sizes and positions.
 
-    `dataset_name` may be one of NAMED_DATASETS or GENERATED_DATASETS, a folder from `save_to_disk`, anything that
-    `datasets.load_dataset` accepts (a folder of JSON or Parquet files, a name in the local caches; HF_HUB_OFFLINE=1 avoids the
+    `dataset_name` may be one of NAMED_DATASETS or GENERATED_DATASETS, a folder of files or from `save_to_disk`, anything that
+    `datasets.load_dataset` accepts (a folder with a configuration, a name in the local caches; HF_HUB_OFFLINE=1 avoids the
     network; `kwargs` then go to `load_dataset`), or the dotted path of a callable (split, seed=, **kwargs).
 
     Draws depend only on `dataset.seed` and the number of records, and equal those of `datasets`:
@@ -73,13 +71,20 @@ def load_split(dataset: DatasetConfig, seed: int, drops: bool = False) -> tuple[
 
 
 def _read(dataset: DatasetConfig, seed: int, drops: bool) -> Sequence[Record]:
+    records = _raw(dataset, seed, drops)
+    return ProcessedRecords(records, dataset.processor) if dataset.processor else records
+
+
+def _raw(dataset: DatasetConfig, seed: int, drops: bool) -> Sequence[Record]:
     name, path = dataset.dataset_name, dataset.data_path
     if (name is None) == (path is None):
-        raise RecipeError(Problem("data", "missing-value", "expected either dataset_name or data_path (a JSONL file)"))
+        raise RecipeError(Problem("data", "missing-value", "expected either dataset_name or data_path"))
     records: Sequence[Record]
     if name is None:
-        assert path is not None
-        records = JSONLRecords(Path(path), drops)
+        saved = sources.saved_folder(dataset)
+        records = _from_library(str(saved), dataset) if saved else sources.open_files(sources.files_of(dataset), dataset, drops)
+    elif files := sources.plain_folder(dataset):
+        records = sources.open_files(files, dataset, drops)
     elif name in GENERATED_DATASETS:
         records = _from_callable(GENERATED_DATASETS[name], dataset, seed)
     elif name not in NAMED_DATASETS and is_dotted_path(name) and not Path(name).exists():
@@ -102,14 +107,18 @@ def _repeat_records(records: Sequence[Record], dataset: DatasetConfig) -> Sequen
 
 
 def record_location(records: Sequence[Record], index: int) -> str:
-    """Return the location of a record for messages: FILE:LINE, the text of `ArrowRecords.place`, or the record's number."""
-    while isinstance(records, _Selection | _MappedRecords):
-        records, index = records.source(index)
-    return records.place(index) if isinstance(records, JSONLRecords | ArrowRecords) else f"record {index} (from 0)"
+    """Return the location of a record for messages: FILE:LINE, "FILE, row N", or the record's number."""
+    while (source := getattr(records, "source", None)) is not None:
+        records, index = source(index)
+    place = getattr(records, "place", None)
+    return place(index) if place else f"record {index} (from 0)"
 
 
 def readable(records: Sequence[Record]) -> Iterator[tuple[int, Record]]:
-    """Yield (number, record) of each record that can be read. Skip the others, which the stream refuses or drops later."""
+    """Yield (number, record) of each record that can be read. Skip the others, which the stream refuses or drops later.
+
+    If a processor makes several records of one, they have its number.
+    """
     for index in range(len(records)):
         try:
             record = records[index]
@@ -117,7 +126,7 @@ def readable(records: Sequence[Record]) -> Iterator[tuple[int, Record]]:
             raise
         except Exception:  # of a decoder or of a user's data set: each raises what it likes
             continue
-        yield index, record
+        yield from ((index, made) for made in as_records(record))
 
 
 class _Selection(Sequence):
@@ -152,49 +161,6 @@ class _MappedRecords(Sequence):
     def source(self, index: int) -> tuple[Sequence[Record], int]:
         """Return (the rows, the number of the row from which record `index` is made)."""
         return self._rows, index
-
-
-class JSONLRecords(Sequence):
-    """A JSONL file that is read record by record. Only the offsets of its lines stay in memory; blank lines are skipped.
-
-    Without `drops` the constructor raises ValueError, with file and line, for a line that is not a JSON object, and OSError for
-    one of more than MAX_LINE bytes. With `drops` reading such a record raises ValueError, without file and line (see `place`).
-    """
-
-    def __init__(self, path: Path, drops: bool = False) -> None:
-        self._path = path
-        self._file = user_files.open_file(path)
-        self._begins, self._sizes, self._lines = array("q"), array("q"), array("q")
-        begin = 0
-        for number, line in enumerate(user_files.lines(self._file, cut=drops), 1):
-            if number == 1 and (problem := user_files.other_format(line)):
-                raise ValueError(f"{path}: {problem}")
-            overlong = len(line) > user_files.MAX_LINE
-            if overlong or line.strip():
-                if not drops:
-                    self._check(line, number)
-                self._begins.append(begin)
-                self._sizes.append(len(line))
-                self._lines.append(number)
-            begin = self._file.tell() if overlong else begin + len(line)
-
-    def __len__(self) -> int:
-        return len(self._begins)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if self._sizes[index] > user_files.MAX_LINE:
-            raise ValueError(f"the line has more than {user_files.MAX_LINE >> 20} MiB; expected one record a line")
-        return parse_record(os.pread(self._file.fileno(), self._sizes[index], self._begins[index]))
-
-    def place(self, index: int) -> str:
-        """Return FILE:LINE of a record."""
-        return f"{self._path}:{self._lines[index]}"
-
-    def _check(self, line: bytes, number: int) -> None:
-        try:
-            parse_record(line)
-        except ValueError as error:
-            raise ValueError(f"{self._path}:{number}: {error}") from None
 
 
 def _from_library(name: str, dataset: DatasetConfig) -> Sequence[Record]:

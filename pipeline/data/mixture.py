@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
@@ -35,12 +35,13 @@ from pipeline.config import (
 )
 from pipeline.data.chat import Encoder
 from pipeline.data.columns import judged_by_answer, recognize_columns
+from pipeline.data.curriculum import Curriculum
 from pipeline.data.datasets import load_split, readable, with_key
 from pipeline.data.named import columns
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import ExampleStream, Item, PairStream, PromptStream, Stream
 from pipeline.recipe.problems import Problem, RecipeError
-from pipeline.types import Prompt, Sample
+from pipeline.types import Prompt, RolloutGroup, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,6 +85,23 @@ class Mixture(Generic[Item]):
         while len(items) < n and (batch := self._next()):
             items += batch
         return items
+
+    def observe(self, groups: Iterable[RolloutGroup]) -> None:
+        """Tell each data set's stream of the judged answers to its prompts."""
+        by_name: dict[str, list[RolloutGroup]] = {}
+        for group in groups:
+            by_name.setdefault(group.prompt.dataset, []).append(group)
+        for name, of_stream in by_name.items():
+            self._streams[name].observe(of_stream)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The data sets' metrics, summed."""
+        total: dict[str, float] = {}
+        for stream in self._streams.values():
+            for name, value in stream.metrics.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
 
     @property
     def dropped(self) -> int:
@@ -156,7 +174,10 @@ def build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Streams
     for name, dataset in training_sets(data).items():
         records, _ = parts[name]
         label = name if data.datasets else ""
-        streams[name] = _stream(recipe, tokenizer, label, dataset, records, data.shuffle, config.max_num_epochs)
+        stream = _stream(recipe, tokenizer, label, dataset, records, data.shuffle, config.max_num_epochs)
+        if isinstance(stream, PromptStream) and data.curriculum.enabled:
+            stream = Curriculum(stream, data.curriculum, config.seed)
+        streams[name] = stream
         weights[name] = float(len(records)) if dataset.weight is None else dataset.weight
     train = Mixture(streams, weights, config.seed) if len(streams) > 1 else next(iter(streams.values()))
     validated = [(name, dataset, split) for (name, dataset), split in zip(held_out_sets(data).items(), held_out, strict=True)]
@@ -214,5 +235,6 @@ def _stream(
     stream = kind(records, encoder, seed=section(recipe).seed, shuffle=shuffle, max_num_epochs=epochs)
     if stream.dropped_at_start:
         of = f" of {name}" if name else ""
-        logger.warning("data: skipped %d of %d records%s: too long or invalid", stream.dropped_at_start, len(records), of)
+        causes = "too long, invalid or dropped by the processor" if dataset.processor else "too long or invalid"
+        logger.warning("data: skipped %d of %d records%s: %s", stream.dropped_at_start, len(records), of, causes)
     return stream

@@ -8,6 +8,7 @@ Both the job (`pipeline/data/chat.py`) and the checks of data files before submi
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -20,6 +21,7 @@ import msgspec
 
 from pipeline.config import DataConfig, DatasetConfig
 from pipeline.data.columns import Message, column, parse_conversation
+from pipeline.data.media import refuse_media
 from pipeline.data.template_fields import read_messages, template_options
 
 Record = dict[str, Any]
@@ -58,6 +60,7 @@ class RecordReader:
 
     def question(self, record: Record) -> str | list[Message]:
         """Return a record's prompt: messages, or plain text if data.apply_chat_template is false."""
+        refuse_media(record)
         if self.dataset.messages_key:
             messages = messages_of(record, self.dataset.messages_key)
             prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
@@ -101,6 +104,7 @@ class RecordReader:
         `SFTTrainer` counts the same turns (messages: with `assistant_only_loss`; completions: by default), and also the newline
         that a template writes after a turn.
         """
+        refuse_media(record)
         if key := self.dataset.text_key:
             if not (text := text_of(record, key)).strip():
                 raise ValueError(f"'{key}' is empty")
@@ -122,6 +126,7 @@ class RecordReader:
 
     def pair(self, record: Record) -> tuple[Example, Example]:
         """Return (chosen, rejected), the two answers as examples, each with the prompt."""
+        refuse_media(record)
         keys = (self.dataset.chosen_key, self.dataset.rejected_key)
         of_messages = [isinstance(value_of(record, key), list) for key in keys]
         if of_messages[0] != of_messages[1]:
@@ -139,6 +144,9 @@ class RecordReader:
         if not (key := self.dataset.margin_key):
             return 0.0
         value = value_of(record, key)
+        if isinstance(value, str):  # of CSV
+            with contextlib.suppress(ValueError):
+                value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"'{key}' is {value!r}, not a finite number")
         return float(value)
@@ -270,13 +278,21 @@ def _messages_without_answer(record: Record, key: str) -> list[Message]:
     return messages
 
 
-def parse_record(line: bytes) -> Record:
+def parse_json(text: bytes | str) -> Any:
+    """Return the value of a JSON text. Raise ValueError for another text."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def parse_record(line: bytes, expected: str = "one JSON object a line") -> Record:
     """Return the record in a line of a data file. Raise ValueError for a line that is not a JSON object."""
     try:
-        record = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        record = parse_json(line)
+    except ValueError as error:
         fault = "a byte order mark at its beginning" if line.startswith(codecs.BOM_UTF8) else error
-        raise ValueError(f"not JSON: {fault}; expected one JSON object a line") from None
+        raise ValueError(f"not JSON: {fault}; expected {expected}") from None
     if not isinstance(record, dict):
         mend = ". Try one record a line: jq -c '.[]' FILE > NEW.jsonl" if isinstance(record, list) else ""
         raise ValueError(f"got a {type(record).__name__}; expected a JSON object{mend}")

@@ -6,15 +6,20 @@ the interruption, even if its steps take another number of prompts. torchdata's 
 in this process (`num_workers=0`): encoding a step's prompts takes milliseconds, and forking a rank that holds a process group
 is not safe.
 
-Not supported: sharding (only rank 0 reads the data), curricula.
+A processor (`processors.py`) may make several items of one record. The state then also has how many of them remain, and the
+index of a prompt counts items, not positions.
+
+Not supported: sharding (only rank 0 reads the data).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -27,9 +32,10 @@ from pipeline.data.chat import Encoder
 from pipeline.data.columns import column
 from pipeline.data.datasets import record_location
 from pipeline.data.preferences import Pair, encode_pair
+from pipeline.data.processors import as_records
 from pipeline.data.records import plain_columns
 from pipeline.recipe.problems import Problem, RecipeError
-from pipeline.types import Prompt, Sample
+from pipeline.types import Prompt, RolloutGroup, Sample
 
 CHECKED_AT_START = 20_000  # records to check before the run, which takes seconds, so that a bad one ends it early
 TRIED_AFTER_BAD = 1000  # records after a bad one to search for a good one
@@ -118,23 +124,47 @@ class Stream(Generic[Item]):
         checked = min(len(records), CHECKED_AT_START)
         self.dropped_at_start = items.check(checked)
         self._items = items
+        self._rest: deque[Item] = deque()  # the items of the last position that are still to come
+        self._taken = 0 if encoder.dataset.processor else None  # items so far, where a record may have several
 
     def take(self, n: int) -> list[Item]:
         """Return the next n items, fewer only after `max_num_epochs` epochs."""
         items: list[Item] = []
         while len(items) < n:
-            try:
-                item = next(self._iterator)
-            except StopIteration:
-                break
-            if item is not None:
-                items.append(item)
+            if not self._rest:
+                try:
+                    self._rest.extend(next(self._iterator))
+                except StopIteration:
+                    break
+                continue
+            item = self._rest.popleft()
+            if self._taken is not None:
+                item = dataclasses.replace(item, index=self._taken) if isinstance(item, Prompt) else item
+                self._taken += 1
+            items.append(item)
         return items
 
     @property
     def dropped(self) -> int:
         """The number of records that the stream has skipped up to its position, in all epochs."""
         return self._items.dropped
+
+    def observe(self, groups: Iterable[RolloutGroup]) -> None:
+        """Learn from judged answers how hard records are: only a `Curriculum` does."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of a `Curriculum`; none."""
+        return {}
+
+    def of_record(self, number: int) -> list[Item]:
+        """Return the items of a record, wherever the stream is. Their position in the stream is 0."""
+        return self._items[0, number]
+
+    @property
+    def position(self) -> int:
+        """The number of records before the next one, over all epochs."""
+        return self._order.position
 
     @property
     def records(self) -> int:
@@ -143,8 +173,11 @@ class Stream(Generic[Item]):
 
     @property
     def usable(self) -> int:
-        """The number of records in an epoch, without the records that the check at the start dropped."""
-        return self.records - self.dropped_at_start
+        """The number of items in an epoch, without the records that the check at the start dropped.
+
+        A record that this check did not reach counts as one item.
+        """
+        return self.records - self.dropped_at_start + self._items.extra
 
     def end_after(self, max_num_epochs: int) -> None:
         """Change the number of epochs, as if the stream were resumed at its current position with `max_num_epochs`."""
@@ -155,7 +188,8 @@ class Stream(Generic[Item]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which JSON can represent."""
-        return {**self._identity, "loader": self._loader.state_dict(), "dropped": self.dropped}
+        state = {**self._identity, "loader": self._loader.state_dict(), "dropped": self.dropped}
+        return state if self._taken is None else {**state, "taken": self._taken, "rest": len(self._rest)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`. Raise RecipeError if it is from another data set, seed or order."""
@@ -167,8 +201,13 @@ class Stream(Generic[Item]):
                 message = f"got {key} {value}; expected {state[key]}, as in the checkpoint"
                 raise RecipeError(Problem("data", "run-exists", message))
         self._loader.load_state_dict(state["loader"])
-        self._items.dropped = state.get("dropped", 0)
         self._iterator = iter(self._loader)
+        self._rest.clear()
+        if self._taken is not None:
+            self._taken = state.get("taken", 0)
+            if rest := state.get("rest", 0):
+                self._rest.extend(self._items[self._order.last()][-rest:])
+        self._items.dropped = state.get("dropped", 0)
 
 
 class PromptStream(Stream[Prompt]):
@@ -201,10 +240,14 @@ class _Order(Sampler):
         return self
 
     def __next__(self) -> tuple[int, int]:
-        epoch, index = divmod(self.position, self._size)
-        if epoch >= self.epochs:
+        if self.position // self._size >= self.epochs:
             raise StopIteration
         self.position += 1
+        return self.last()
+
+    def last(self) -> tuple[int, int]:
+        """Return the pair before the current position."""
+        epoch, index = divmod(self.position - 1, self._size)
         if not self._shuffle:
             return self.position - 1, index
         if self._permutation is None or self._permutation[0] != epoch:
@@ -218,8 +261,11 @@ class _Order(Sampler):
         self.position = state["position"]
 
 
+PROCESSOR = "processor"
+
+
 class BadRecord(ValueError):
-    """The error of a record. key: the key of `data` whose value "drop" skips such records."""
+    """The error of a record. key: the key of `data` whose value "drop" skips such records, or PROCESSOR."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(problem)
@@ -227,7 +273,7 @@ class BadRecord(ValueError):
 
 
 class _Items(Dataset):
-    """Maps (position, record number) to the item; to None if the record is dropped."""
+    """Maps (position, record number) to the items of the record; to none if the record is dropped."""
 
     def __init__(
         self,
@@ -240,18 +286,24 @@ class _Items(Dataset):
         self._records, self._encoder, self._encode, self._max_length = records, encoder, encode, max_length
         self._check = check
         self.dropped = 0  # while the stream yields items
+        self.extra = 0  # items beyond one a record, of the records checked
 
-    def __getitem__(self, location: tuple[int, int]) -> Prompt | Sample | Pair | None:
-        position, number = location
-        item, wrong = self._item(position, number)
-        if wrong is None:
-            return item
-        if getattr(self._encoder.data, wrong.key) != "drop":
-            raise self._refusal(wrong)
-        self.dropped += 1
-        if self.dropped <= SHOWN_DROPS or self.dropped % SHOWN_DROPS == 0:
-            logger.warning("data.%s=drop: records skipped so far: %d, the last one: %s", wrong.key, self.dropped, wrong)
-        return None
+    def __getitem__(self, location: tuple[int, int]) -> list[Any]:
+        items = []
+        for item, wrong in self._of_record(*location):
+            if wrong is None:
+                items.append(item)
+                continue
+            if not self._drops(wrong):
+                raise self._refusal(wrong)
+            self.dropped += 1
+            if self.dropped <= SHOWN_DROPS or self.dropped % SHOWN_DROPS == 0:
+                cause = PROCESSOR if wrong.key == PROCESSOR else f"data.{wrong.key}=drop"
+                logger.warning("%s: records skipped so far: %d, the last one: %s", cause, self.dropped, wrong)
+        return items
+
+    def _drops(self, wrong: BadRecord) -> bool:
+        return wrong.key == PROCESSOR or getattr(self._encoder.data, wrong.key) == "drop"
 
     def check(self, count: int) -> int:
         """Return how many of the first `count` records are dropped.
@@ -260,16 +312,19 @@ class _Items(Dataset):
         """
         dropped, first, valid = 0, None, 0
         for number in range(count):
-            _, wrong = self._item(0, number, self._check is not None and number < self._check.at_start)
-            first = first or wrong
-            if wrong and getattr(self._encoder.data, wrong.key) != "drop":
+            judged = self._check is not None and number < self._check.at_start
+            faults = [wrong for _, wrong in self._of_record(0, number, judged)]
+            first = first or next(filter(None, faults), None)
+            if refused := next((wrong for wrong in faults if wrong and not self._drops(wrong)), None):
                 if valid or any(
-                    self._item(0, later)[1] is None for later in range(number + 1, min(count, number + TRIED_AFTER_BAD))
+                    not wrong
+                    for later in range(number + 1, min(count, number + TRIED_AFTER_BAD))
+                    for _, wrong in self._of_record(0, later)
                 ):
-                    raise self._refusal(wrong)
-                raise self._refusal(wrong, tried=min(count, number + TRIED_AFTER_BAD))
-            dropped += wrong is not None
-            valid += wrong is None
+                    raise self._refusal(refused)
+                raise self._refusal(refused, tried=min(count, number + TRIED_AFTER_BAD))
+            kept = faults.count(None)
+            dropped, valid, self.extra = dropped + (not kept), valid + (kept > 0), self.extra + max(0, kept - 1)
         if dropped == count:
             message = f"the first {count} records are all too long or invalid. The first: {first}"
             raise RecipeError(Problem("data", "bad-record", message)) from first
@@ -283,19 +338,34 @@ class _Items(Dataset):
         sentences += [f"Try {' or '.join(choices)}"] if choices else []
         return RecipeError(Problem("data", "bad-record", ". ".join(sentences)))
 
-    def _item(self, position: int, number: int, judged: bool = True) -> tuple[Prompt | Sample | Pair | None, BadRecord | None]:
+    def _of_record(self, position: int, number: int, judged: bool = True) -> Iterator[tuple[Any, BadRecord | None]]:
+        """Yield (item, None), or (None, error), of each record that the processor makes of one: mostly of this one alone."""
+        try:
+            made = as_records(self._records[number])
+        except (OSError, MemoryError):  # of the disk or the machine, not of the record
+            raise
+        except Exception as error:  # of a decoder, or a user's data set or processor: each raises what it likes
+            yield None, BadRecord("bad_records", f"{record_location(self._records, number)}: {_reason(error)}")
+            return
+        for record in made:
+            yield self._item(position, number, record, judged)
+        if not made:
+            yield None, BadRecord(PROCESSOR, f"{record_location(self._records, number)}: the processor drops it")
+
+    def _item(self, position: int, number: int, record: Record, judged: bool) -> tuple[Any, BadRecord | None]:
         """Return (the item, None) or (None, the record's error). judged: whether to check the expected answer too."""
         data = self._encoder.data
         location = record_location(self._records, number)
         try:
-            item = self._encode(self._encoder, position, self._records[number])
-            if isinstance(item, Prompt) and "record" in item.task:
-                item.task["location"] = location
+            item = self._encode(self._encoder, position, record)
+            if isinstance(item, Prompt):
+                item = dataclasses.replace(item, record=number)
+                if "record" in item.task:
+                    item.task["location"] = location
         except (OSError, MemoryError):  # of the disk or the machine, not of the record
             raise
-        except Exception as error:  # of a decoder, a template, a tokenizer or a user's data set: each raises what it likes
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            return None, BadRecord("bad_records", f"{location}: {reason}")
+        except Exception as error:  # of a template or a tokenizer: each raises what it likes
+            return None, BadRecord("bad_records", f"{location}: {_reason(error)}")
         if judged and self._check is not None and isinstance(item, Prompt) and "answer" in item.task:
             try:
                 self._check.check(item.task["answer"])
@@ -312,6 +382,10 @@ class _Items(Dataset):
         else:
             return item, None
         return None, BadRecord("overlong_prompts", f"{location}: {tokens} tokens {reason}")
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def _as_it_is(item: Any) -> Any:

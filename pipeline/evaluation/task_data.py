@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import hashlib
 import itertools
 import json
@@ -23,7 +24,9 @@ import numpy as np
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS, TaskConfig, TaskDataConfig
 from pipeline.config import DatasetConfig
 from pipeline.config.schema_validation import validate_mapping
+from pipeline.data import sources
 from pipeline.data.datasets import load_records, record_location, with_key
+from pipeline.data.file_formats import suffix_format
 from pipeline.data.records import value_of
 from pipeline.evaluation.questions import Format, Question, Record
 from pipeline.recipe import user_code
@@ -125,25 +128,32 @@ def subsets(data: TaskDataConfig) -> tuple[str | None, ...]:
 
 
 def data_files(key: str, data: TaskDataConfig, split: str) -> list[Path]:
-    """Return the JSONL files of a split, for a task with data_path. Raises RecipeError for a file that does not exist."""
+    """Return the files of a split, for a task with data_path. Raises RecipeError for a file that does not exist."""
     assert data.data_path is not None
     path = Path(data.data_path)
     if path.is_dir():
-        files = [path / (subset or "") / f"{split}.jsonl" for subset in subsets(data)]
+        files = [_split_file(path / (subset or ""), split) for subset in subsets(data)]
     elif split != data.split:
-        message = f"got the file {path}, which has the split {data.split}; expected a folder with {data.split}.jsonl and"
-        hint = f"{split}.jsonl, since few_shot_split is {split}"
+        message = f"got the file {path}, which has the split {data.split}; expected a folder with {data.split}{path.suffix} and"
+        hint = f"{split}{path.suffix}, since few_shot_split is {split}"
         raise RecipeError(Problem(f"{key}.data_path", "contradiction", f"{message} {hint}"))
     else:
         files = [path]
     missing = [file for file in files if not file.is_file()]
     if missing:
-        others = sorted(str(file.relative_to(path)) for file in itertools.islice(path.rglob("*.jsonl"), SHOWN))
+        entries = itertools.islice(path.rglob("*"), sources.MOST_ENTRIES)
+        others = sorted(str(file.relative_to(path)) for file in entries if suffix_format(file))[:SHOWN]
         hint = "Try a path from the recipe's file, or on the command line from the working directory"
         hint = f"Try {key}.split or {key}.subset: the folder has {', '.join(others)}" if others else hint
         messages = [f"there is no file {file}. {hint}" for file in missing]
         raise RecipeError(*(Problem(f"{key}.data_path", "file-not-found", message) for message in messages))
     return files
+
+
+def _split_file(folder: Path, split: str) -> Path:
+    """Return the file of a split in a folder, in any format; SPLIT.jsonl if there is none."""
+    files = [file for file in sorted(folder.glob(f"{glob.escape(split)}.*")) if suffix_format(file)]
+    return files[0] if len(files) == 1 else folder / f"{split}.jsonl"
 
 
 def to_question(form: Format, record: Record, index: int) -> Question:
@@ -169,15 +179,15 @@ def read_records(key: str, task: TaskConfig, split: str) -> Sequence[Record]:
     if data.data_path is not None and data.dataset_name is not None:
         raise RecipeError(Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them"))
     if data.data_path is not None:
-        sources = [DatasetConfig(data_path=str(file)) for file in data_files(key, data, split)]
+        datasets = [DatasetConfig(data_path=str(file)) for file in data_files(key, data, split)]
     else:
-        sources = [
+        datasets = [
             DatasetConfig(dataset_name=data.dataset_name, subset=subset, split=split, kwargs=data.kwargs)
             for subset in subsets(data)
         ]
     with _with_key(key):
-        parts = [load_records(source, task.seed, data.bad_records == "drop") for source in sources]
-    return parts[0] if len(parts) == 1 else [record for part in parts for record in part]
+        parts = [load_records(dataset, task.seed, data.bad_records == "drop") for dataset in datasets]
+    return sources.joined(parts)
 
 
 def _usable(key: str, form: Format, records: Sequence[Record], dropped: DroppedQuestions) -> Sequence[Record]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 MAX_LINE = 64 << 20
@@ -26,22 +24,6 @@ KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
-
-
-OTHER_FORMATS = {
-    b"PAR1": ("a Parquet file", "dataset_name=FOLDER with its folder, in place of data_path"),
-    b"ARROW1": ("an Arrow file", "dataset_name=FOLDER with the folder that `save_to_disk` wrote, in place of data_path"),
-    b"\x1f\x8b": ("a file in gzip format", "gunzip"),
-    b"PK\x03\x04": ("a zip archive", "unzip"),
-    b"\x28\xb5\x2f\xfd": ("a file in zstd format", "zstd -d"),
-}
-"""First bytes of a file that is no JSON lines -> (what it is, what to try)."""
-
-
-def other_format(first: bytes) -> str | None:
-    """Return the error of a data file in another format than JSON lines, by its first bytes; None if they show no other."""
-    kind = next((texts for mark, texts in OTHER_FORMATS.items() if first.startswith(mark)), None)
-    return f"got {kind[0]}; expected one JSON object per line. Try {kind[1]}" if kind else None
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
@@ -82,30 +64,6 @@ def read_text(path: str | os.PathLike[str], most: int = MAX_TEXT) -> str:
     """
     text = read_bytes(path, most).decode()
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
-
-
-def lines(file: BinaryIO, longest: int = MAX_LINE, cut: bool = False) -> Iterator[bytes]:
-    """Yield the lines of an open file with their ends. Raises OSError for a line with more than `longest` bytes.
-
-    cut: yield the first `longest` + 1 bytes of such a line instead, and go on with the next line.
-    """
-    number = 0
-    while line := file.readline(longest + 1):
-        number += 1
-        if len(line) > longest:
-            if not cut:
-                why = f"line {number} has more than {_size(longest)}; expected one record per line"
-                raise OSError(errno.EFBIG, why, file.name if isinstance(file.name, str) else None)
-            chunk = line
-            while chunk and not chunk.endswith(b"\n"):
-                chunk = file.readline(1 << 20)
-        yield line
-
-
-def count_lines(path: Path, most: int = MAX_LINE) -> int:
-    """Return the number of lines of a regular file that are not blank. Raises OSError."""
-    with open_file(path) as file:
-        return sum(bool(line.strip()) for line in lines(file, most))
 
 
 def _size(count: int) -> str:

@@ -61,15 +61,6 @@ def test_a_folder_of_files_through_load_dataset(tmp_path: Path):
     assert [record["input"] for record in load_records(dataset, seed=0)] == ["a", "b"]
 
 
-def test_files_of_a_folder_with_different_columns_are_an_error(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (folder := tmp_path / "rows").mkdir()
-    for name in ("a", "b"):
-        (folder / f"{name}.jsonl").write_text(json.dumps({name: 1}))
-    with refused(("data", "unavailable-dataset")):
-        load_records(DatasetConfig(dataset_name=str(folder)), seed=0)
-
-
 def test_a_generated_set_takes_the_runs_seed_unless_it_has_one():
     def inputs(run_seed: int, **kwargs: int) -> list[str]:
         dataset = DatasetConfig(dataset_name="scratchpad_addition", kwargs={"size": 20, **kwargs})

@@ -172,7 +172,6 @@ NOT_RECORDS = (
 @pytest.fixture
 def short_lines(monkeypatch):
     monkeypatch.setattr(user_files, "MAX_LINE", 1000)
-    monkeypatch.setattr(user_files.lines, "__defaults__", (1000, False))
 
 
 def mixed(path: Path, first: bytes = b"") -> Path:

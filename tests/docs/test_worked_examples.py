@@ -339,3 +339,22 @@ def test_the_check_refuses(example):
     assert refused.stderr.count("[too-small]") == 1
     local = run(folder, *command, "cluster.executor=local")
     assert local.returncode == 0, local.stderr
+
+
+# ---- a processor of records --------------------------------------------------------------------------------------------------
+
+RECIPES = ROOT / "recipes/README.md"
+
+
+def test_the_processor_is_checked_and_trains(example):
+    folder = example(RECIPES)
+    (check,) = page_commands(RECIPES, folder)
+    done = run(folder, *check, "cluster.executor=local")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "each_solution drops 1 of the first 3 records" in done.stdout + done.stderr
+    untrusted = run(folder, *check[:-2], "dry_run=true", "cluster.executor=local")
+    assert "only the job checks what it makes of the records" in untrusted.stdout + untrusted.stderr
+    quick = ("sft.max_num_steps=2", "policy.train_global_batch_size=3", "policy.scheduler=null", "run_dir=runs/solutions")
+    done = run(folder, *check[:-2], *ONE_STEP[:-1], *quick, "sft.val_at_end=false", "sft.val_period=0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [step["data/records_dropped"] for step in steps(folder / "runs/solutions") if "train/loss" in step] == [1, 1]

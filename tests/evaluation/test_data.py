@@ -12,6 +12,7 @@ from launch.preflight import evaluation_data, user_imports
 from pipeline.algorithms.evaluate import TaskConfig, TaskDataConfig
 from pipeline.config import RECIPES, inspect
 from pipeline.evaluation import task_data
+from tests.data.data_formats import WRITERS
 from tests.evaluation.sample_records import write
 from tests.problems import named, refused
 
@@ -45,6 +46,17 @@ def test_a_folder_of_splits_and_a_file_hold_the_same_questions(tmp_path: Path):
     of_folder = task_data.read("quiz", task({"data_path": tmp_path}))
     assert of_folder == task_data.read("quiz", task({"data_path": tmp_path / "test.jsonl"}))
     assert prompts(of_folder) == ["q0", "q1", "q2", "q3"] and of_folder.examples == {}
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv", "json", "jsonl.gz"])
+def test_questions_in_every_format_are_those_of_json_lines(tmp_path: Path, monkeypatch, form: str):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows(tmp_path / "lines", test=numbered(4))
+    (tmp_path / "other").mkdir()
+    WRITERS[form](tmp_path / f"other/test.{form}", numbered(4))
+    expected = task_data.read("quiz", task({"data_path": tmp_path / "lines"}))
+    for path in (tmp_path / "other", tmp_path / f"other/test.{form}"):
+        assert task_data.read("quiz", task({"data_path": path})) == expected
 
 
 def test_subsets_are_joined(tmp_path: Path):

@@ -14,6 +14,7 @@ from typing import Any
 
 from launch.recipes.nemo_rl.translator import Translator
 from pipeline.config import NAMED_DATASETS
+from pipeline.data.file_formats import suffix_format
 
 SPLIT = {"OpenMathInstruct-2": 0.05, "tulu3_sft_mixture": 0.05, "Nemotron-Cascade-2-SFT-Math": 0.05, "OpenR1-Math-220k": 0.0}
 """Built-in data set that holds out a validation split -> default share of that split. Others ignore split_validation_size."""
@@ -117,10 +118,10 @@ class Dataset:
         self._put("split", split, "split")
         path = self._consume("data_path")
         if path is None:
-            message = "is not given; expected a JSONL file, or a data set's name on the Hugging Face Hub"
+            message = "is not given; expected a data file, or a data set's name on the Hugging Face Hub"
             self.t.problem(f"{self.key}.data_path", "missing-value", message)
         file = find(str(path), self.path) if path else None
-        is_file = file or str(path).endswith((".json", ".jsonl"))
+        is_file = file or suffix_format(str(path)) is not None
         self._put("data_path" if is_file else "dataset_name", str(file) if file else path, "data_path")
         for theirs, (ours, usual) in READERS[name].items():
             self._put(ours, self._consume(theirs) or usual, theirs)

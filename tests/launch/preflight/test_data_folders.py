@@ -115,7 +115,7 @@ def test_a_folder_that_is_not_certain_is_left_to_the_job_with_a_note(tmp_path):
     jsonl(folder / "b.jsonl", {"y": 1})
     notes: list[str] = []
     assert named(input_files.problems(recipe_of(folder), notes=notes)) == set()
-    assert any(note.startswith("data.train.dataset_name: only the job checks the records") for note in notes)
+    assert any(note.startswith("data.train.dataset_name: only the job checks its records") for note in notes)
 
 
 def test_a_damaged_or_empty_file_is_refused(tmp_path):

@@ -263,10 +263,12 @@ def test_a_module_with_a_hyphen_is_named(tmp_path):
         assert "hyphen" in problem.message and "my_reward.py" in problem.message
 
 
-@pytest.mark.parametrize("first", [b"PAR1", b"\x1f\x8b\x08", b"PK\x03\x04"])
-def test_a_data_file_of_another_format_is_named_as_such(tmp_path, first):
+@pytest.mark.parametrize(
+    ("first", "code"), [(b"PAR1", "unreadable"), (b"\x1f\x8b\x08", "unreadable"), (b"PK\x03\x04", "bad-format")]
+)
+def test_a_data_file_of_another_format_is_named_as_such(tmp_path, first, code):
     recipe = write_recipe(tmp_path)
     (tmp_path / "data.jsonl").write_bytes(first + bytes(100))
     with collected(found := []):
         found += prepare.examine(str(recipe), [], dry=True).all_problems
-    assert named(found) == {("data.train.data_path", "bad-format")}
+    assert named(found) == {("data.train.data_path", code)}
