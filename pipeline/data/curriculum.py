@@ -62,6 +62,7 @@ class Curriculum(Stream[Prompt]):
         self._stream, self._config, self._seed = stream, config, seed
         self._pools = {"easy": Pool(), "hard": Pool()}
         self._taken = self.passed_over = 0
+        self._is_exhausted = False  # which is told once
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next n prompts, fewer only if the stream has ended."""
@@ -85,7 +86,9 @@ class Curriculum(Stream[Prompt]):
                 break
             self.passed_over += 1
         else:
-            logger.warning("data.curriculum: all records of an epoch are easy or hard; the next prompt is any of them")
+            if not self._is_exhausted:
+                logger.warning("data.curriculum: all records of an epoch are easy or hard; prompts are any of them")
+            self._is_exhausted = True
             items = self._stream.take(1)
         return items[0] if items else None
 
