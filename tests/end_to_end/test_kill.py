@@ -55,6 +55,25 @@ def test_a_killed_run_is_restarted_by_itself(tmp_path, uninterrupted, victim, ve
     assert left_alive(run.folder) == []
 
 
+@pytest.mark.full
+def test_a_curriculum_continues_with_the_same_pools(tmp_path):
+    """A restarted run takes the prompts, and so has the metrics, of one that was not killed."""
+    keys = (
+        "data.curriculum.enabled=true",
+        "data.curriculum.easy=0.6",
+        "data.curriculum.hard=0.3",
+        "data.curriculum.hard_share=0.5",
+    )
+    whole = submit(tmp_path / "whole", *LOCAL, *keys)
+    assert whole.status == 0, whole.output
+    fault = Fault(PHASES["rollout"], 3, ACTORS[PHASES["rollout"]], 3)
+    killed = submit(tmp_path / "killed", *LOCAL, *keys, "cluster.requeue.max_restarts=1", fault=fault)
+    assert killed.status == 0 and len(killed.verdicts()) == 2, killed.output
+    assert killed.metrics() == whole.metrics()
+    last = whole.metrics()[-1]
+    assert last["curriculum/easy"] + last["curriculum/hard"] > 0
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("executor", ["local", "slurm"])
