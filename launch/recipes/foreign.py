@@ -1,13 +1,14 @@
 """Recognize recipes of other projects, and pass each to the extra that reads it.
 
-To add a format: write a package with a module that has `read(source: ForeignSource) -> Layers`, and add a line to `FORMATS` and one to
-`EXTRAS` in `pipeline/seams/extras.py`. A format is recognized here, so that a copy without the extra names what it lacks.
+To add a format: write a package with a module that has `read(source: ForeignSource) -> Layers`, and add a line to `FORMATS` and
+one to `EXTRAS` in `pipeline/seams/extras.py`. A format is recognized here, so that a copy without the extra names what it lacks.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,17 @@ def _is_nemo_rl(source: ForeignSource) -> bool:
     return not any(map(tree.find, OURS)) and any(map(tree.find, NEMO_RLS))
 
 
+def _is_verl(source: ForeignSource) -> bool:
+    if source.is_yaml:
+        tree = source.tree
+        has = [name for name in ("actor_rollout_ref", "model_engine", "hydra") if name in tree.children]
+        sft = all(map(tree.find, ("trainer.total_epochs", "data.train_files")))
+        return bool(has or sft) and "policy" not in tree.children
+    return source.path.suffix == ".sh" and re.search(r"\bverl\.[\w.]*trainer", source.text) is not None
+
+
 FORMATS = (
+    ForeignFormat("verl", "recipe", "a configuration of verl", _is_verl),
     ForeignFormat("nemo_rl", "algorithm", "a recipe of NeMo-RL", _is_nemo_rl),  # last: it reads the parents of a file
 )
 

@@ -40,13 +40,22 @@ def resolve(tree: ConfigMapping, check: Callable[[ConfigMapping], Mapping[str, P
 
 
 def as_layers(
-    tree: ResolvedTree, translation: Translation, path: Path, ours: Pairs, problems: Iterable[Problem] = ()
+    tree: ResolvedTree,
+    translation: Translation,
+    path: Path,
+    ours: Pairs,
+    problems: Iterable[Problem] = (),
+    default_origin: str = "",
 ) -> Layers:
-    """Return the layers of a translated recipe. ours: our keys on the command line. problems: more of them."""
+    """Return the layers of a translated recipe.
+
+    ours: our keys on the command line. problems: more of them. default_origin: the origin of values that come from no key of the
+    recipe; default: the recipe's file.
+    """
     found = [*tree.faults.values(), *independent(translation.problems, tree.faults), *problems]
     shown = config_tree.short_path(path)
     values: dict[str, Any] = interpolation.escaped(translation.layer)
-    translated = config_tree.from_plain(values, shown, translation.origins)
+    translated = config_tree.from_plain(values, default_origin or shown, translation.origins)
     notes = [*translation.changed, *translation.ignored]
     faulty = [problem.key for problem in found]
     return Layers([translated, layer(ours)], notes, found, faulty, dict(tree.environment))

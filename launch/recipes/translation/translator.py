@@ -95,6 +95,13 @@ class Translator:
             if origin := self.origins.get(source) or self.origins.get(theirs):
                 self.our_origins[leaf] = origin if leaf == source else f"{origin} ({source})"
 
+    def get_layer(self, key: str) -> Any:
+        """Return the value at one of Hetstep's keys that is set already; None if it is not."""
+        value: Any = self.layer
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
     def put_defaults(self, defaults: Mapping[str, Any], theirs: str) -> None:
         """Set the keys that the recipe leaves out to the defaults of its project. theirs: the section without these keys."""
         for key, value in defaults.items():

@@ -1,0 +1,237 @@
+"""Read a configuration of verl: a script that starts a trainer, or a YAML file, with the command line's overrides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launch.recipes.foreign import ForeignSource
+from launch.recipes.translation import foreign_tree, shell_script
+from launch.recipes.verl import hydra_overrides, verl_defaults, verl_translation
+from pipeline.config import Problem, RecipeError, config_tree
+from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, ConfigNode, ConfigValue
+from pipeline.config.loading import Layers
+
+TRAINERS = {
+    "main_ppo": "ppo",
+    "main_ppo_sync": "ppo",
+    "sft_trainer": "sft",
+    "sft_trainer_ray": "sft",
+    "fsdp_sft_trainer": "sft",
+}
+"""The last part of a trainer's module -> the kind of its configuration."""
+CONFIGS = {  # verl's own files that a `defaults:` list or --config-name may name -> (kind, engine)
+    "ppo_trainer": ("ppo", "dp"),
+    "ppo_megatron_trainer": ("ppo", "megatron"),
+    "sft_trainer_engine": ("sft", "dp"),
+    "_generated_ppo_trainer": ("ppo", "dp"),
+    "_generated_ppo_megatron_trainer": ("ppo", "megatron"),
+}
+ENGINES = {"dp": "dp", "fsdp": "dp", "fsdp2": "dp", "megatron": "megatron"}
+ASSUMED = {"DEVICE": "gpu"}
+"""Variables of verl's scripts that a program sets otherwise. Its scripts run on NVIDIA's GPUs or on Ascend NPUs."""
+NAMES_OF_A_RUN = ("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir", "trainer.rollout_data_dir")
+"""Keys in whose values an unknown part, such as the date, does not matter."""
+
+
+@dataclass(frozen=True)
+class VerlConfig:
+    """A configuration before verl's defaults."""
+
+    tree: ConfigMapping
+    kind: str  # ppo or sft
+    engine: str  # dp or megatron
+    notes: tuple[str, ...] = ()
+
+
+def read(source: ForeignSource) -> Layers:
+    """Translate a configuration of verl into our keys. An argument's key is verl's if verl knows it, else ours."""
+    theirs, ours, variables = _arguments(source)
+    config = _of_yaml(source) if source.is_yaml else _of_script(source, variables)
+    overrides = hydra_overrides.parse((word, COMMAND_LINE) for word in theirs)
+    config = _with(config, overrides)
+    defaults = verl_defaults.of_sft(config.engine) if config.kind == "sft" else verl_defaults.of_ppo(config.engine)
+    merged = config_tree.merge(_nested(defaults), config.tree)
+    tree = foreign_tree.resolve(merged)
+    own = {key: origin for key, origin in tree.origins.items() if origin}
+    has_environment = any(key.startswith("env.") for key, _ in ours)
+    t = verl_translation.translate(tree.values, own, config.kind, config.engine, has_environment)
+    translation = replace(t, changed=[*config.notes, *t.changed])
+    return foreign_tree.as_layers(tree, translation, source.path, ours, default_origin="verl's default")
+
+
+def _arguments(source: ForeignSource) -> tuple[list[str], list[tuple[str, ConfigNode]], dict[str, str]]:
+    """Split the command line's arguments. Return (verl's overrides, our keys, variables of the script)."""
+    theirs, ours, variables = [], [], {}
+    for word in source.arguments:
+        key, equals, value = word.partition("=")
+        if equals and not source.is_yaml and re.fullmatch(r"[A-Za-z_]\w*|[1-9]\d*", key) and _is_variable(source, key):
+            variables[key] = value
+        elif equals and key[:1] not in "+~" and not verl_translation.knows(key) and foreign_tree.is_our_key(key):
+            ours += config_tree.parse_overrides([word])
+        else:
+            theirs.append(word)
+    return theirs, ours, variables
+
+
+def _is_variable(source: ForeignSource, name: str) -> bool:
+    return shell_script.mentions(source.text, name) and not (name[0].isalpha() and foreign_tree.is_our_key(name))
+
+
+def _nested(values: Mapping[str, Any]) -> ConfigMapping:
+    tree = ConfigMapping()
+    for key, value in values.items():
+        tree.set(key, ConfigValue(value))
+    return tree
+
+
+# ---- scripts ---------------------------------------------------------------------------------------------------------------
+
+
+def _trainer(words: list[str]) -> str | None:
+    """Return the last part of the trainer's module in a command; None if it starts no trainer of verl."""
+    modules = [re.sub(r"/|\.py$", lambda match: "." if match[0] == "/" else "", word) for word in words]
+    for module in modules:
+        if re.match(r"(?:.*\.)?(?:verl|recipe)\.[\w.]+$", module) and (
+            "main" in module or "trainer" in module.rpartition(".")[2]
+        ):
+            return module
+    return None
+
+
+def _of_script(source: ForeignSource, variables: Mapping[str, str]) -> VerlConfig:
+    command = shell_script.find_command(source.text, source.path, lambda words: _trainer(words) is not None, variables, ASSUMED)
+    shown = config_tree.short_path(source.path)
+    if command is None:
+        message = "has no command that starts a trainer of verl; expected one such as python3 -m verl.trainer.main_ppo"
+        raise RecipeError(Problem("recipe", "bad-format", message, shown))
+    module = str(_trainer([str(word) for word in command.words]))
+    kind = TRAINERS.get(module.rpartition(".")[2])
+    if kind is None or ".experimental." in module:
+        what = "fully asynchronous training" if "fully_async" in module else "this trainer of verl"
+        message = f"got {module}; Hetstep does not support {what}. Try a script of verl.trainer.main_ppo or sft_trainer"
+        raise RecipeError(Problem("recipe", "unsupported", message, command.origin(command.words[0])))
+    found = [number for number, word in enumerate(command.words) if _trainer([str(word)]) is not None]
+    before, words = command.words[: found[0]], command.words[found[0] + 1 :]
+    options = [str(word) for word in words if word.startswith("-") and re.match(r"-[A-Za-z-]", word)]
+    pairs, problems = [], []
+    for word in words:
+        key = word.partition("=")[0].lstrip("+~")
+        if word.startswith("-") and str(word) in options:
+            continue
+        if not command.is_known(word) and key not in NAMES_OF_A_RUN:
+            problems += filter(None, [command.problem(key, word)])
+            continue
+        pairs.append((command.known_part(word).rstrip("_-") if key in NAMES_OF_A_RUN else str(word), command.origin(word)))
+    if problems:
+        raise RecipeError(*problems)
+    config = _named_config(options, source.path, kind) or VerlConfig(ConfigMapping(), kind, "dp")
+    config = _with(config, hydra_overrides.parse(pairs))
+    config = replace(config, notes=(*config.notes, *_notes(command)))
+    return _with_launched_ranks(config, [str(word) for word in before], shown)
+
+
+def _notes(command: shell_script.Command) -> list[str]:
+    assumed = [
+        f"{name}={value}: the script asks a program for it; {name}=VALUE on the command line sets another value"
+        for name, value in command.assumed.items()
+    ]
+    names = sorted(name for name in command.read if name not in ("HOME", "PATH", "USER", "PWD"))
+    read = [f"{', '.join(names)}: the script reads these variables of your environment"] if names else []
+    return assumed + read
+
+
+def _with_launched_ranks(config: VerlConfig, words: list[str], shown: str) -> VerlConfig:
+    """Add the nodes and GPUs that torchrun starts; the SFT trainer has no key for them then."""
+    tree = config.tree
+    for option, key in (("nproc_per_node", "trainer.n_gpus_per_node"), ("nnodes", "trainer.nnodes")):
+        matches = [re.match(rf"--{option.replace('_', '[_-]')}(?:=(.*))?$", word) for word in words]
+        for number, match in enumerate(matches):
+            value = match and (match[1] or "".join(words[number + 1 : number + 2]))
+            if value and value.isdigit() and config.kind == "sft":
+                tree.set(key, ConfigValue(int(value), shown))
+    return replace(config, tree=tree)
+
+
+# ---- YAML ------------------------------------------------------------------------------------------------------------------
+
+
+def _named_config(options: list[str], script: Path, kind: str) -> VerlConfig | None:
+    """Return the configuration that --config-name of a script names; None if it names none."""
+    named = {name: value for option in options for name, _, value in [option.lstrip("-").partition("=")]}
+    name = named.get("config-name", "").removesuffix(".yaml")
+    if not name:
+        return None
+    if name in CONFIGS:
+        return VerlConfig(ConfigMapping(), *CONFIGS[name])
+    folders = [script.parent / named.get("config-path", "."), Path(named.get("config-path", "."))]
+    for folder in folders:
+        if (path := folder / f"{name}.yaml").is_file():
+            return _of_file(path, kind)
+    message = f"got {name}; expected a file {folders[0] / name}.yaml, or one of: {', '.join(CONFIGS)}"
+    raise RecipeError(Problem("--config-name", "file-not-found", message, config_tree.short_path(script)))
+
+
+def _of_yaml(source: ForeignSource) -> VerlConfig:
+    kind = "ppo" if "actor_rollout_ref" in source.tree.children or "algorithm" in source.tree.children else "sft"
+    return _of_file(source.path, kind)
+
+
+def _of_file(path: Path, kind: str, seen: tuple[Path, ...] = ()) -> VerlConfig:
+    """Return a YAML file over the files of its `defaults:` list. verl's own files and groups are `verl_defaults`."""
+    shown = config_tree.short_path(path)
+    if path.resolve() in seen:
+        raise RecipeError(Problem("defaults", "circular", f"got a circle of files, with {path.name}", shown))
+    layer = config_tree.load_file(path)
+    kind, engine = CONFIGS.get(path.stem, (kind, "dp"))
+    config = VerlConfig(ConfigMapping(), kind, engine)
+    own_at = 0
+    parents = layer.children.pop("defaults", None)
+    entries = parents.value if isinstance(parents, ConfigValue) and isinstance(parents.value, list) else []
+    for entry in [*entries, *(() if "_self_" in entries else ("_self_",))]:
+        if entry == "_self_":
+            config, own_at = replace(config, tree=config_tree.merge(config.tree, layer)), 1
+        elif isinstance(entry, str) and entry.removesuffix(".yaml") in CONFIGS:
+            kind, engine = CONFIGS[entry.removesuffix(".yaml")]
+            config = replace(config, kind=kind, engine=engine)
+        elif isinstance(entry, str) and (parent := path.parent / f"{entry.removesuffix('.yaml')}.yaml").is_file():
+            below = _of_file(parent, kind, (*seen, path.resolve()))
+            config = VerlConfig(config_tree.merge(config.tree, below.tree), below.kind, below.engine)
+        elif isinstance(entry, dict) and entry.get("model_engine") in ENGINES:
+            config = replace(config, engine=ENGINES[entry["model_engine"]])
+        elif not _is_verls_group(entry):
+            message = f"got {entry}; expected a file beside {path.name}, or one of verl's own: {', '.join(CONFIGS)}"
+            raise RecipeError(Problem("defaults", "file-not-found", message, shown))
+    assert own_at
+    config.tree.children.pop("hydra", None)
+    return _with(config, [])
+
+
+GROUPS = ("actor", "algorithm", "critic", "data", "distillation", "engine", "legacy_reward_impl", "model", "model_engine")
+GROUPS += ("npu_profile", "optim", "profiler", "ref", "reward", "rollout", "transfer_queue")
+
+
+def _is_verls_group(entry: object) -> bool:
+    """Return whether an entry of a `defaults:` list, such as {actor@actor_rollout_ref.actor: dp_actor}, names a group of verl."""
+    name = next(iter(entry), "") if isinstance(entry, dict) else str(entry)
+    return re.sub(r"^(override )?/?(\.\./)*", "", str(name)).partition("@")[0].partition("/")[0] in GROUPS
+
+
+def _with(config: VerlConfig, overrides: list[hydra_overrides.Override]) -> VerlConfig:
+    """Return the configuration with overrides, and with the engine that its keys select."""
+    tree = hydra_overrides.apply(config.tree, overrides)
+    tree.children.pop("hydra", None)
+    engine = config.engine
+    for key in ("model_engine", "engine", "actor_rollout_ref.actor.strategy", "engine.strategy"):
+        node = tree.find(key)
+        if isinstance(node, ConfigValue) and isinstance(node.value, str) and "${" not in node.value:
+            if node.value not in ENGINES:
+                message = f"got {node.value}; Hetstep does not support this engine of verl. Try dp (FSDP) or megatron"
+                raise RecipeError(Problem(key, "unsupported", message, node.origin or ""))
+            engine = ENGINES[node.value]
+            if key in ("model_engine", "engine"):
+                tree.drop(key)
+    return replace(config, tree=tree, engine=engine)
