@@ -53,7 +53,7 @@ def read(source: ForeignSource) -> Layers:
     config = _of_yaml(source) if source.is_yaml else _of_script(source, variables)
     overrides = hydra_overrides.parse((word, COMMAND_LINE) for word in theirs)
     config = _with(config, overrides)
-    defaults = verl_defaults.of_sft(config.engine) if config.kind == "sft" else verl_defaults.of_ppo(config.engine)
+    defaults = verl_defaults.of(config.kind, config.engine)
     merged = config_tree.merge(_nested(defaults), config.tree)
     tree = foreign_tree.resolve(merged)
     own = {key: origin for key, origin in tree.origins.items() if origin}
@@ -78,7 +78,9 @@ def _arguments(source: ForeignSource) -> tuple[list[str], list[tuple[str, Config
 
 
 def _is_variable(source: ForeignSource, name: str) -> bool:
-    return shell_script.mentions(source.text, name) and not (name[0].isalpha() and foreign_tree.is_our_key(name))
+    if name.isdigit():
+        return True
+    return shell_script.mentions(source.text, name) and not foreign_tree.is_our_key(name)
 
 
 def _nested(values: Mapping[str, Any]) -> ConfigMapping:
@@ -211,27 +213,32 @@ def _of_file(path: Path, kind: str, seen: tuple[Path, ...] = ()) -> VerlConfig:
 
 
 GROUPS = ("actor", "algorithm", "critic", "data", "distillation", "engine", "legacy_reward_impl", "model", "model_engine")
+GROUP_KEYS = ("model_engine", "engine", "optim")
+"""Groups of verl's configuration that an override selects by a name."""
 GROUPS += ("npu_profile", "optim", "profiler", "ref", "reward", "rollout", "transfer_queue")
 
 
 def _is_verls_group(entry: object) -> bool:
-    """Return whether an entry of a `defaults:` list, such as {actor@actor_rollout_ref.actor: dp_actor}, names a group of verl."""
+    """Return whether an entry of a `defaults:` list names a group of verl, such as {actor@actor_rollout_ref.actor: dp_actor}."""
     name = next(iter(entry), "") if isinstance(entry, dict) else str(entry)
     return re.sub(r"^(override )?/?(\.\./)*", "", str(name)).partition("@")[0].partition("/")[0] in GROUPS
 
 
 def _with(config: VerlConfig, overrides: list[hydra_overrides.Override]) -> VerlConfig:
     """Return the configuration with overrides, and with the engine that its keys select."""
-    tree = hydra_overrides.apply(config.tree, overrides)
+    groups = [one for one in overrides if "@" in one.key or (one.key in GROUP_KEYS and isinstance(one.node, ConfigValue))]
+    tree = hydra_overrides.apply(config.tree, [one for one in overrides if one not in groups])
     tree.children.pop("hydra", None)
+    chosen = [(one.key, one.node) for one in groups]
+    chosen += [(key, tree.find(key)) for key in ("model_engine", "actor_rollout_ref.actor.strategy", "engine.strategy")]
     engine = config.engine
-    for key in ("model_engine", "engine", "actor_rollout_ref.actor.strategy", "engine.strategy"):
-        node = tree.find(key)
-        if isinstance(node, ConfigValue) and isinstance(node.value, str) and "${" not in node.value:
-            if node.value not in ENGINES:
-                message = f"got {node.value}; Hetstep does not support this engine of verl. Try dp (FSDP) or megatron"
-                raise RecipeError(Problem(key, "unsupported", message, node.origin or ""))
-            engine = ENGINES[node.value]
-            if key in ("model_engine", "engine"):
-                tree.drop(key)
+    for key, node in chosen:
+        if not isinstance(node, ConfigValue) or not isinstance(node.value, str) or "${" in node.value:
+            continue
+        name = re.sub(r"_(actor|ref|critic|trainer)$", "", node.value)
+        if name not in ENGINES:
+            message = f"got {node.value}; Hetstep does not support this engine of verl. Try dp (FSDP) or megatron"
+            raise RecipeError(Problem(key, "unsupported", message, node.origin or ""))
+        engine = ENGINES[name]
+    tree.drop("model_engine")
     return replace(config, tree=tree, engine=engine)
