@@ -57,6 +57,7 @@ def outcome(recipe: verl_scripts.Published, arguments: list[str]) -> Outcome:
         return Outcome(recipe.name, tuple(loaded.problems), notes=tuple(loaded.notes))
     try:
         chosen, choice = backend_choice.choose(loaded.recipe)
+        assert choice is not None, "a trained policy has a backend"
         plan(chosen, choice)
     except RecipeError as error:
         return Outcome(recipe.name, (), unplanned=tuple(error.problems), notes=tuple(loaded.notes))

@@ -199,8 +199,8 @@ def _score(t: Translator, key: str, path: str) -> Score | None:
         score = scores[matches[0]] if matches else None
         why = f"{path} is not on this machine, so its path tells the score"
     else:
-        found = {score_of(source) for source in sources}
-        score = found.pop() if len(found) == 1 else None
+        found = [score_of(source) for source in sources]
+        score = found[0] if found and all(one == found[0] for one in found) else None
         why = f"data_source is {', '.join(sorted(sources)[:MOST_NAMES])}"
     if score is not None and t.get_layer(f"env.{score.name}") is None:
         t.put(f"env.{score.name}", dict(score.environment), key)

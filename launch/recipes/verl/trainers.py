@@ -44,7 +44,8 @@ RULES = (
     Only(f"{ACTOR}.qat.enable", (False, None), "quantization-aware training", "false"),
     Only("critic.enable", (True, False, None), "this critic"),
     Ignored(
-        f"{ACTOR}.strategy {ACTOR}.model_engine {ACTOR}.freeze_vision_tower {ACTOR}.use_torch_compile {ACTOR}.entropy_* {ACTOR}.pad_to_length"
+        f"{ACTOR}.strategy {ACTOR}.model_engine {ACTOR}.freeze_vision_tower {ACTOR}.use_torch_compile {ACTOR}.entropy_*"
+        f" {ACTOR}.pad_to_length"
     ),
     Ignored(f"{ACTOR}.use_fused_kernels {ACTOR}.use_remove_padding {ACTOR}.qat.* {ACTOR}.router_replay.* {ACTOR}.load_weight"),
     Ignored("*.profiler.* *._target_ actor_rollout_ref.hybrid_engine actor_rollout_ref.nccl_timeout"),
