@@ -158,11 +158,11 @@ def test_dapo(recipe) -> None:
     ],
 )
 def test_the_rates_of_a_run(words: tuple[str, ...], rate: Any, recipe) -> None:
-    scheduler = recipe("trainer.total_training_steps=20", *(f"{OPTIMIZER}.{word}" for word in words)).policy.scheduler
-    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1.0)
-    schedule = LRSchedule(optimizer, scheduler)
+    policy = recipe("trainer.total_training_steps=20", *(f"{OPTIMIZER}.{word}" for word in words)).policy
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], **policy.optimizer.kwargs)
+    schedule = LRSchedule(optimizer, policy.scheduler)
     for step in range(20):
-        assert schedule.lr == pytest.approx(rate(step), abs=1e-6), step
+        assert schedule.lr / 1e-6 == pytest.approx(rate(step), abs=1e-6), step
         optimizer.step()
         schedule.step()
 
