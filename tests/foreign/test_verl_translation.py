@@ -13,7 +13,7 @@ import torch
 
 from launch import submit
 from launch.recipes import reading
-from launch.recipes.verl import data_files, optimizers
+from launch.recipes.verl import optimizers, scored_files
 from launch.terminal import command_line
 from pipeline.algorithms.sections import LossConfig
 from pipeline.config import Loaded, Recipe, RecipeError
@@ -211,7 +211,7 @@ def test_files_have_the_environment_of_their_data_source(recipe, inspect, tmp_pa
     problems = inspect(f"data.train_files={mixed}", f"data.val_files={one}").problems
     assert named(problems) == {("data.train_files", "missing-value")} and "codecontests" in problems[0].message
     given = recipe(f"data.train_files={mixed}", f"data.val_files={one}", line=("env.reward.kind=math",))
-    assert given.env["reward"].kind == "math" and data_files.data_sources(tmp_path / "no.parquet") is None
+    assert given.env["reward"].kind == "math" and scored_files.data_sources(tmp_path / "no.parquet") is None
 
 
 def test_a_score_of_the_user(recipe, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from launch.recipes.translation.rules import Changed, Done, Ignored, Only, apply
 from launch.recipes.translation.translator import Translator
-from launch.recipes.verl import data_files
+from launch.recipes.verl import scored_files
 from launch.recipes.verl.verl_defaults import ACTOR, REF, ROLLOUT
 from pipeline.algorithms.sections import UNBOUNDED
 
@@ -65,7 +65,7 @@ def steps(t: Translator, batch_key: str) -> int | None:
     if isinstance(value, int) and value > 0:
         return value
     size, passes = t.get(batch_key), t.get("trainer.total_epochs")
-    records = data_files.count_records(t.get("data.train_files"))
+    records = scored_files.count_records(t.get("data.train_files"))
     if records is None or not isinstance(size, int) or not isinstance(passes, int) or size < 1:
         return None
     most = t.get("data.train_max_samples")
