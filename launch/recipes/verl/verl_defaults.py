@@ -115,13 +115,11 @@ PPO: dict[str, Any] = {
             "enable_chunked_prefill": True,
             "enable_prefix_caching": True,
             "log_prob_micro_batch_size_per_gpu": None,
-            "do_sample": True,
             "quantization": None,
             "val_kwargs.top_k": -1,
             "val_kwargs.top_p": 1.0,
             "val_kwargs.temperature": 0,
             "val_kwargs.n": 1,
-            "val_kwargs.do_sample": False,
             "multi_turn.enable": False,
         }.items()
     },
