@@ -69,5 +69,7 @@ def _data(t: Translator) -> None:
             t.put(f"{key}.data_path", path, files_key)
             t.put(f"{key}.messages_key", t.get("data.messages_key"), "data.messages_key")
             t.put(f"{key}.tools_key", t.get("data.tools_key"), "data.tools_key")
-            if isinstance(most := t.get(most_key), int) and most > 0 and len(paths) == 1:
+            if isinstance(most := t.get(most_key), int) and most > 0:
                 t.put(f"{key}.max_samples", most, most_key)
+                if len(paths) > 1 and number == 0:
+                    t.change(most_key, f"{most} records of each file; in verl of all files together")

@@ -1,6 +1,6 @@
 """verl's defaults of the keys that are translated, by the file of verl/trainer/config that has them.
 
-`tests/foreign/test_verl_defaults.py` compares the table with a clone of verl.
+`tests/foreign/test_verl_golden.py` compares the table with what Hydra composes from a clone of verl.
 """
 
 from __future__ import annotations
