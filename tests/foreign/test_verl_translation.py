@@ -337,6 +337,22 @@ def test_an_unknown_key_has_a_near_name(inspect) -> None:
     assert f"did you mean '{ACTOR}.ppo_mini_batch_size'" in problem.message and "run.sh:1" in problem.origin
 
 
+def test_a_value_of_another_type_is_one_problem(inspect) -> None:
+    words = ("data.train_batch_size=many", f"{ACTOR}.optim.betas={{a: 1}}", f"{ROLLOUT}.top_p=[1]")
+    problems = inspect(*words).problems
+    assert named(problems) == {(word.partition("=")[0], "wrong-type") for word in words} and len(problems) == 3
+    assert all("run.sh:1" in problem.origin for problem in problems)
+
+
+def test_validation_after_each_epoch_needs_the_files(recipe, inspect, tmp_path: Path) -> None:
+    file = parquet(tmp_path / "a/train.parquet", *["x"] * 64)
+    words = ["model.path=a/model", "data.train_batch_size=16", "trainer.test_freq=after_each_epoch", "trainer.logger=console"]
+    found = recipe(*words, f"data.train_files={file}", f"data.val_files={file}", module="verl.trainer.sft_trainer")
+    assert (found.sft.val_period, found.sft.val_at_end) == (4, True)
+    problems = inspect(*words, "data.train_files=/no.parquet", module="verl.trainer.sft_trainer").problems
+    assert named(problems) == {("trainer.test_freq", "missing-value")}
+
+
 def test_variables_of_a_script(tmp_path: Path) -> None:
     words = shlex.join(BASE)
     text = f"N=$(nproc)\nLR=${{LR:-1e-6}}\npython3 -m verl.trainer.main_ppo {words}"

@@ -116,7 +116,7 @@ def _top_k(value: object) -> object:
 
 def _engine(t: Translator) -> None:
     name = t.get(f"{ROLLOUT}.name", "vllm")
-    if name in ENGINES:
+    if isinstance(name, str) and name in ENGINES:
         t.change(f"{ROLLOUT}.name={name}", f"vLLM samples in place of {ENGINES[name]}, from the same distribution")
     elif name != "vllm":
         t.lacks(f"{ROLLOUT}.name", name, "this engine", "vllm")
