@@ -314,6 +314,10 @@ def test_yaml_files(tmp_path: Path) -> None:
         "actor_rollout_ref: {model: {path: Qwen/Qwen3-8B}, actor: {kl_loss_coef: '${.entropy_coeff}', entropy_coeff: 0.01}}\n"
         "trainer: {logger: [console]}\n"
     )
+    (tmp_path / "megatron.yaml").write_text("defaults: [ppo_trainer, {override model_engine: megatron}, _self_]\n")
+    words = [f"{ROLLOUT}.name=vllm", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.megatron.tensor_model_parallel_size=2"]
+    megatron = reading.inspect(str(tmp_path / "megatron.yaml"), words).recipe.policy.megatron_cfg
+    assert megatron.enabled and megatron.tensor_model_parallel_size == 2
     loaded = reading.inspect(str(tmp_path / "own.yaml"), ["++data.train_batch_size=32", "cluster.train.partition=gpus"])
     assert loaded.problems == [] and loaded.recipe.grpo.num_prompts_per_step == 32
     assert loaded.recipe.policy.train_global_batch_size == 32 and loaded.recipe.cluster.train.partition == "gpus"

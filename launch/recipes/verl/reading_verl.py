@@ -274,14 +274,20 @@ def _of_file(path: Path, kind: str, seen: tuple[Path, ...] = ()) -> VerlConfig:
         elif isinstance(entry, str) and (parent := path.parent / f"{entry.removesuffix('.yaml')}.yaml").is_file():
             below = _of_file(parent, kind, (*seen, path.resolve()))
             config = VerlConfig(config_tree.merge(config.tree, below.tree), below.kind, below.engine)
-        elif isinstance(entry, dict) and entry.get("model_engine") in ENGINES:
-            config = replace(config, engine=ENGINES[entry["model_engine"]])
+        elif isinstance(entry, dict) and (engine := _engine_of(entry)) is not None:
+            config = replace(config, engine=engine)
         elif not _is_verls_group(entry):
             message = f"got {entry}; expected a file beside {path.name}, or one of verl's own: {', '.join(CONFIGS)}"
             raise RecipeError(Problem("defaults", "file-not-found", message, shown))
     assert own_at
     config.tree.children.pop("hydra", None)
     return _with(config, [])
+
+
+def _engine_of(entry: Mapping[str, Any]) -> str | None:
+    """Return the engine that an entry {model_engine: NAME} or {override model_engine: NAME} selects; None for other entries."""
+    names = [name for key, name in entry.items() if key.removeprefix("override ").strip("/ ") == "model_engine"]
+    return ENGINES.get(str(names[0])) if names else None
 
 
 GROUPS = ("actor", "algorithm", "critic", "data", "distillation", "engine", "legacy_reward_impl", "model", "model_engine")

@@ -37,7 +37,7 @@ RULES = under(
         Only("over_sample_rate", (0, None), "answers that are sampled and left out", "0"),
         Only("quantization_config_file", (None,), "generation with a file of quantization", "null"),
         Only("agent.default_agent_loop", ("single_turn_agent", None), AGENTS, "single_turn_agent"),
-        Only("agent.agent_loop_config_path agent.custom_async_server.*", (None,), AGENTS, "null"),
+        Only("agent.agent_loop_config_path agent.custom_async_server.path", (None,), AGENTS, "null"),
         Only("mode", ("async", "sync", None), "this mode of engines", "async"),
         Only("logprobs_mode", ("processed_logprobs", None), "log-probs before temperature and top_p", "processed_logprobs"),
         Only("mtp.enable mtp.enable_rollout", (False, None), "multi-token prediction", "false"),
