@@ -40,7 +40,6 @@ RULES = under(
         Only("agent.agent_loop_config_path agent.custom_async_server.path", (None,), AGENTS, "null"),
         Only("mode", ("async", "sync", None), "this mode of engines", "async"),
         Only("logprobs_mode", ("processed_logprobs", None), "log-probs before temperature and top_p", "processed_logprobs"),
-        Only("mtp.enable mtp.enable_rollout", (False, None), "multi-token prediction", "false"),
         Changed("data_parallel_size", (1, None), "engines have no data-parallel ranks; each engine is its own replica"),
         Changed("seed full_determinism", (42, 0, None, False), "grpo.seed, or ppo.seed, determines the random numbers"),
         Ignored("n_gpus_per_node free_cache_engine load_format layered_summon multi_stage_wake_up calculate_log_probs"),

@@ -33,19 +33,19 @@ class Score:
     sources: tuple[str, ...] = field(default_factory=tuple)
 
 
-VERLS_OWN = "kind=verl.utils.reward_score.default_compute_score gives verl's own score, where verl is installed"
+VERLS_OWN = "kind=verl.utils.reward_score.default_compute_score has verl's own score, where verl is installed"
 SCORES = (
     Score(
         "gsm8k",
         {"kind": "gsm8k"},
         "the last number of an answer counts, as verl's flexible score; its default, strict, reads only a number after ####;"
-        f" {VERLS_OWN}",
+        f" env.gsm8k.{VERLS_OWN}",
         sources=("openai/gsm8k",),
     ),
     Score(
         "math",
         {"kind": "math"},
-        f"math-verify compares the answers; verl compares the normalized text of the last box; {VERLS_OWN}",
+        f"math-verify compares the answers; verl compares the normalized text of the last box; env.math.{VERLS_OWN}",
         sources=("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
     ),
     Score(

@@ -29,7 +29,7 @@ MODEL = (
     Only("lora_adapter_path lora.adapter_path", (None,), "a start from a trained adapter", "null, and a merged model in path"),
     Only("external_lib", (None,), "a library that changes the model", "null"),
     Only("hf_config_path", (None,), "a configuration apart from the model's files", "null"),
-    Only("mtp.enable mtp.enable_train mtp.enable_rollout", (False, None), "multi-token prediction", "false"),
+    Only("mtp.enable", (False, None), "multi-token prediction", "false"),
     Ignored("mtp.*"),
     Changed("trust_remote_code", (False, None), "code in the model's files is not run; the model must be in transformers"),
     Changed("enable_activation_offload", (False, None), "activations stay on the GPUs, which needs more memory"),
