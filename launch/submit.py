@@ -1,6 +1,6 @@
 """Run a recipe with `python launch/submit.py recipe=NAME [key=value ...]`.
 
-A NeMo-RL recipe works too: its keys are translated, and notes name those that change or have no effect.
+A recipe of NeMo-RL or verl works too: its keys are translated, and notes name those that change or have no effect.
 
 Exit status: 0 if the run succeeded, 1 if it failed, 2 if the recipe has problems (then nothing is submitted), 130 if cancelled.
 The same command again continues the run where it stopped.
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
 from launch.preflight import model_readings, user_imports
-from launch.recipes import reading
+from launch.recipes import foreign, reading
 from launch.recipes.trust import Trust, trusting
 from launch.runs import run_changes
 from launch.runs.run_folder import RunFolder
@@ -46,7 +46,12 @@ class SubmitRequest:
     recipe: Annotated[str | None, Key("NAME", "a file in recipes/, without .yaml, or a path to one")] = None
     overrides: Annotated[
         list[str],
-        Key("key=value", "any key of the recipe, such as grpo.max_num_steps=20 cluster.executor=local", others=True),
+        Key(
+            "key=value",
+            "any key of the recipe, such as grpo.max_num_steps=20 cluster.executor=local; a foreign recipe's options too",
+            others=True,
+            options=foreign.takes_options,
+        ),
     ] = field(default_factory=list)
     show: Annotated[
         bool,

@@ -1,16 +1,12 @@
-"""Read recipes for the commands; the extra `nemo_rl` translates recipes of NeMo-RL into our keys."""
+"""Read recipes for the commands; extras translate recipes of other projects into our keys (`foreign.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
-from launch.recipes import gguf
+from launch.recipes import foreign, gguf
 from pipeline import config
 from pipeline.config import Loaded, Recipe, refuse
-from pipeline.config.config_tree import ConfigMapping, ConfigNode
-from pipeline.config.loading import Layers
-from pipeline.seams import extras
 
 
 def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
@@ -23,10 +19,6 @@ def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
 def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
     """Return the recipe with its problems, as `config.inspect` does.
 
-    A NeMo-RL recipe is translated, and GGUF files are dequantized.
+    A foreign recipe is translated, and GGUF files are dequantized.
     """
-    return gguf.with_folders(config.inspect(name, overrides, _translate))
-
-
-def _translate(path: Path, tree: ConfigMapping, arguments: list[tuple[str, ConfigNode]]) -> Layers:
-    return extras.load("nemo_rl", "algorithm", f"a recipe of NeMo-RL ({path})").read(path, tree, arguments)
+    return gguf.with_folders(config.inspect(name, overrides, foreign.read))

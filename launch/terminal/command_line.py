@@ -57,7 +57,8 @@ class Key:
 
     value: placeholder of the value in the usage text, such as RUN_DIR. meaning: the key's description in the usage text. bare:
     whether `key=` may be omitted. read: a function that parses the value, in place of the field's type; it raises ValueError
-    with the expected format. others: whether the field takes every `key=value` that matches no other field.
+    with the expected format. others: whether the field takes every `key=value` that matches no other field. options: a function
+    of all arguments that returns whether the field takes everything else too, such as `--option VALUE` and `+key=value`.
     """
 
     value: str
@@ -65,6 +66,7 @@ class Key:
     bare: bool = False
     read: Callable[[str], Any] | None = None
     others: bool = False
+    options: Callable[[list[str]], bool] | None = None
 
 
 def run(description: str | None, request: type[Request], command: Callable[[Request], int], arguments: list[str]) -> int:
@@ -130,13 +132,17 @@ def parse(request: type[Request], arguments: list[str]) -> Request:
     overrides: list[str] = []
     problems: list[Problem] = []
     suggested: set[str] = set()  # keys that the problems suggest
-    arguments = _without_blanks(arguments, problems, suggested, dotted=rest is not None)
+    takes_options = bool(rest) and (options := keys[rest][1].options) is not None and options(arguments)
+    if not takes_options:
+        arguments = _without_blanks(arguments, problems, suggested, dotted=rest is not None)
     for number, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if not argument.isascii() and argument != argument.encode(errors="replace").decode():
             problems.append(_problem(ascii(argument), "bad-format", "is not UTF-8"))
         elif equals and name in named_keys:
             texts_of.setdefault(name, []).append(value)
+        elif takes_options:
+            overrides.append(argument)
         elif bare and (not equals or os.path.exists(argument)) and not argument.startswith(tuple(FOREIGN)):
             texts_of.setdefault(bare, []).append(argument)
         elif not equals or name.startswith(tuple(FOREIGN)):

@@ -166,22 +166,23 @@ def merge(below: ConfigMapping, above: ConfigMapping) -> ConfigMapping:
 NEVER_YAML = (".csv", ".ipynb", ".jsonl", ".md", ".parquet", ".py", ".sh")
 
 
-def find_file(name: str, folder: Path, key: str, more: str = "") -> Path:
+def find_file(name: str, folder: Path, key: str, more: str = "", any_kind: bool = False) -> Path:
     """Return the file NAME.yaml in the folder, or else the file whose path is `name`, with or without .yaml.
 
     If there is none, raise RecipeError for `key`. Its message lists the names in the folder or, if `name` looks like a path
-    (with a slash, .yaml or .yml), the file with the most similar name. Raise it too for a file of another kind, such as .py.
+    (with a slash, .yaml or .yml), the file with the most similar name. Raise it too for a file of another kind, such as .py,
+    unless `any_kind` is true.
     """
     for path in (folder / f"{name}.yaml", Path(name), Path(f"{name}.yaml")):
         if os.path.isfile(path):  # False also for a name that is too long for a file
-            if path.suffix in NEVER_YAML:
+            if path.suffix in NEVER_YAML and not any_kind:
                 message = f"got '{name}'; expected a .yaml {key.rpartition('.')[2]}"
                 raise RecipeError(Problem(key, "bad-format", message))
             return path
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     near = difflib.get_close_matches(re.sub(r"\.ya?ml$", "", Path(name).name), known, 1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    if name.endswith((".yaml", ".yml")) or os.sep in name:
+    if name.endswith((".yaml", ".yml", ".sh", ".toml")) or os.sep in name:
         suggestion = _nearest_file(Path(name)) or (near[0] if near and os.sep not in name else None)
         message = f"there is no file {os.path.abspath(name)}" + (f"; did you mean {suggestion}?" if suggestion else "")
         raise RecipeError(Problem(key, "file-not-found", message))
@@ -213,7 +214,7 @@ def load_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[ConfigMapping]:
     if real in seen:
         circle = " -> ".join(parent.name for parent in [*seen, real])
         raise RecipeError(Problem("defaults", "circular", f"got a circle: {circle}", short_path(path)))
-    layer = _file(path)
+    layer = load_file(path)
     parents = layer.children.pop("defaults", ConfigValue([]))
     names = parents.value if isinstance(parents, ConfigValue) else parents
     origin = parents.origin or ""
@@ -257,7 +258,8 @@ def _places(name: str, folder: Path) -> list[Path]:
     return list(dict.fromkeys(Path(os.path.abspath(path)) for path in places))
 
 
-def _file(path: Path) -> ConfigMapping:
+def load_file(path: Path) -> ConfigMapping:
+    """Return the YAML at `path` as a tree, without its parents. Raise RecipeError for a file that cannot be read."""
     shown = short_path(path)
     try:
         loader = YAMLLoader(user_files.read_text(path, MAX_YAML))

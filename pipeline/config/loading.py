@@ -1,13 +1,12 @@
 """Load a recipe from layers: the schema's defaults, `defaults:` parents, its YAML, `key=value` on the command line.
 
 Later layers override earlier ones. All problems are collected: an unusable value is replaced by its default, so that the other
-values can be checked. Recipes of NeMo-RL, which have no `algorithm`, are translated first: `launch/recipes/nemo_rl/`.
+values can be checked. A caller may pass a function that reads the recipes of other projects: `launch/recipes/foreign.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,15 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.algorithms import OFFLINE, ONLINE
 from pipeline.config import config_tree, fixed_keys, interpolation, paths, schema_validation, unused_keys, yaml_text
 from pipeline.config.config_tree import RECIPES, ConfigMapping, ConfigNode, ConfigValue
 from pipeline.config.recipe_checks import contradictions
 from pipeline.config.schema import Recipe
 from pipeline.recipe.problems import Problem, RecipeError, refuse
-
-OURS = ("cluster.train", "cluster.generate", "cluster.executor", "cluster.time_min", "run_dir", "needs")  # unknown to NeMo-RL
-THEIRS = ("cluster.num_nodes", "cluster.gpus_per_node", *ONLINE, *OFFLINE)  # every NeMo-RL recipe has one of these
 
 
 @dataclass(frozen=True)
@@ -37,8 +32,8 @@ class Layers:
     environment: dict[str, str] = field(default_factory=dict)  # values from the environment that are resolved -> as written
 
 
-Translate = Callable[[Path, ConfigMapping, list[tuple[str, ConfigNode]]], Layers]
-"""(path of a NeMo-RL recipe, its merged tree, the command line's keys) -> layers in our keys."""
+ReadForeign = Callable[[Path, Sequence[str]], Layers | None]
+"""(path of a recipe, arguments of the command line) -> layers in our keys; None for a recipe of ours."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +43,11 @@ class Loaded:
     recipe: Recipe  # with defaults at the keys in `faulty`
     problems: list[Problem]
     origins: dict[str, str]  # dotted key -> "recipes/a.yaml:12" or "the command line"; absent: the schema's default
-    notes: list[str] = field(default_factory=list)  # what the translation of a NeMo-RL recipe changed or ignored
+    notes: list[str] = field(default_factory=list)  # what the translation of a foreign recipe changed or ignored
     faulty: frozenset[str] = frozenset()  # keys whose value could not be used
     inherited: tuple[str, ...] = ()  # overrides that a needed recipe inherits from the one that needs it
     references: dict[str, set[str]] = field(default_factory=dict)  # key -> keys that its value refers to
-    file: str = ""  # the recipe's file, as in `origins`; empty for a recipe of NeMo-RL
+    file: str = ""  # the recipe's file, as in `origins`; empty for a foreign recipe
     from_environment: dict[str, Any] = field(default_factory=dict)  # key -> the value as written, with `${oc.env:NAME}`
 
     def unread(self, recipe: Recipe) -> tuple[list[Problem], list[str]]:
@@ -77,25 +72,23 @@ def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
 def inspect(
     name: str,
     overrides: Iterable[str] = (),
-    translate: Translate | None = None,
+    read_foreign: ReadForeign | None = None,
     above: Sequence[ConfigMapping] = (),
 ) -> Loaded:
     """Return the recipe that `load` returns, together with its problems.
 
     Raise RecipeError if a file cannot be read, if an override is no `key=value`, or if no recipe remains without the unusable
-    values. above: layers between the file and the overrides. translate: a function that converts a recipe of NeMo-RL to our
-    keys (`launch/recipes/nemo_rl/`); without it such a recipe raises RecipeError.
+    values. above: layers between the file and the overrides. read_foreign: a function that reads the recipes of other projects
+    (`launch/recipes/foreign.py`).
     """
+    overrides = list(overrides)
+    if read_foreign is not None:
+        path = find(name, foreign=True)
+        if (layers := read_foreign(path, overrides)) is not None:
+            return _read(path, layers)
     path = find(name)
-    stack = config_tree.load_layers(path)
-    tree = functools.reduce(config_tree.merge, stack, ConfigMapping())
-    given = list(config_tree.parse_overrides(overrides))
-    if not is_nemo_rls(tree, given):
-        return dataclasses.replace(_read(path, Layers([*stack, *above, layer(given)])), file=config_tree.short_path(path))
-    if translate is None:
-        message = f"got a recipe of NeMo-RL ({path}). Try `python launch/submit.py recipe={name}`, which translates it"
-        raise RecipeError(Problem("algorithm", "nemo-rl-recipe", message))
-    return _read(path, translate(path, tree, given))
+    given = Layers([*config_tree.load_layers(path), *above, layer(list(config_tree.parse_overrides(overrides)))])
+    return dataclasses.replace(_read(path, given), file=config_tree.short_path(path))
 
 
 def read(path: Path) -> Recipe:
@@ -174,9 +167,9 @@ def _resolved(tree: ConfigMapping) -> Recipe:
     return loaded.recipe
 
 
-def find(name: str) -> Path:
-    """Return the file of a recipe. Raise RecipeError with the names of the recipes."""
-    path = config_tree.find_file(name, RECIPES, "recipe")
+def find(name: str, foreign: bool = False) -> Path:
+    """Return the file of a recipe. Raise RecipeError with the names of the recipes. foreign: accept what is not YAML."""
+    path = config_tree.find_file(name, RECIPES, "recipe", any_kind=foreign)
     if path.stem in (".", ".."):
         message = f"got a file called {path.name}; expected a file name that can also name the run's folder. Rename the file"
         raise RecipeError(Problem("recipe", "bad-format", message))
@@ -185,7 +178,7 @@ def find(name: str) -> Path:
 
 def name_of(recipe: str) -> str:
     """Return the name of a recipe that is given by name, such as `tiny_sft`, or by path."""
-    return Path(recipe).name.removesuffix(".yaml")
+    return re.sub(r"\.(yaml|yml|toml|sh)$", "", Path(recipe).name)
 
 
 def independent(problems: Iterable[Problem], faulty: Iterable[str]) -> Iterator[Problem]:
@@ -232,13 +225,6 @@ def _read(path: Path, given: Layers) -> Loaded:
         }
         loaded.from_environment.update(found)
     return loaded
-
-
-def is_nemo_rls(tree: ConfigMapping, given: list[tuple[str, ConfigNode]]) -> bool:
-    """Return whether a tree has the keys of a NeMo-RL recipe. given: the keys on the command line, with their nodes."""
-    if difflib.get_close_matches("algorithm", [*tree.children, *(key for key, _ in given)], 1, schema_validation.SIMILAR):
-        return False
-    return not any(map(tree.find, OURS)) and any(map(tree.find, THEIRS))
 
 
 # ---- from a tree to a recipe ----------------------------------------------------------------------------------------------

@@ -47,10 +47,6 @@ RECIPES = {
         "A key has no value, or an environment variable that the recipe uses is not set.",
         "Set the key, or export the variable.",
     ),
-    "nemo-rl-recipe": ProblemCode(
-        "`pipeline.config.load` read a recipe of NeMo-RL, which only the commands translate.",
-        "Pass its path as `recipe=PATH`. recipes/README.md lists the keys.",
-    ),
     "not-a-choice": ProblemCode(
         "The value is not one of the allowed ones.",
         "Choose one that the message lists.",

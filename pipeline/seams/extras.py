@@ -7,7 +7,7 @@ interfaces:
     pipeline/encryption/__init__.py            encrypts files and lines
     JobObserver (pipeline/seams/job_events.py) acts when rank 0 starts, claims the run, writes a checkpoint, or ends
     RunObserver (launch/runs/run_events.py)    acts when a command submits, continues, changes, cancels or exports a run
-    read (launch/recipes/nemo_rl/reader.py)    reads foreign recipes
+    read (launch/recipes/foreign.py)           reads the recipes of another project
 
 An observer is a class that overrides the methods it needs. Its module has an instance named `OBSERVER`, and `OBSERVERS` of
 job_events.py or run_events.py has the extra's name.
@@ -48,6 +48,7 @@ EXTRAS = {
     "trackers": Extra("pipeline.trackers", TRACKING),  # their sections of the recipe
     "tracking": Extra("pipeline.tracking.supervision", TRACKING),  # in the job
     "nemo_rl": Extra("launch.recipes.nemo_rl.reader", ("launch/recipes/nemo_rl",)),
+    "verl": Extra("launch.recipes.verl.reading_verl", ("launch/recipes/verl",)),
     "pages": Extra(None, ("launch/pages", "launch/report.py")),
     "sweeps": Extra(None, ("launch/sweeps", "launch/sweep.py")),
     "serving": Extra(None, ("launch/serving", "launch/serve.py")),

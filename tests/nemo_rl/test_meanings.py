@@ -30,8 +30,8 @@ from launch.recipes.nemo_rl import (
     policy_keys,
     single_controller,
 )
-from launch.recipes.nemo_rl.rules import Done, Rule, Same, fits, under
-from launch.recipes.nemo_rl.translator import Translator
+from launch.recipes.translation.rules import Done, Rule, Same, fits, under
+from launch.recipes.translation.translator import Translator
 from pipeline.config import Recipe
 from tests.nemo_rl.__main__ import resolved
 from tests.nemo_rl.test_translation import RECIPES

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline import config
-from tests.nemo_rl.test_translation import RECIPES, inspect, read
-from tests.problems import refused
+from tests.nemo_rl.test_translation import inspect, read
 
 
 def test_the_chain_of_defaults() -> None:
@@ -38,9 +36,3 @@ def test_origins_name_their_line_and_key() -> None:
     assert origins["cluster.train.nodes"].endswith("(cluster.num_nodes)")
     assert origins["policy.model_name"].rpartition(":")[0].endswith("grpo.yaml")
     assert origins["data.train.prompt_file"].endswith("(data.default.prompt_file)")
-
-
-def test_without_a_translation_the_problem_names_the_command_that_has_one() -> None:
-    with refused(("algorithm", "nemo-rl-recipe")) as error:
-        config.load(str(RECIPES / "grpo.yaml"))
-    assert "launch/submit.py recipe=" in str(error.value)

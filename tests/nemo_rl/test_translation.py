@@ -12,7 +12,7 @@ from launch.plan import backend_choice as backend
 from launch.plan.estimate import plan
 from launch.recipes import nemo_rl, reading
 from launch.recipes.nemo_rl import megatron_keys as megatron
-from launch.recipes.nemo_rl.translator import Translator
+from launch.recipes.translation.translator import Translator
 from pipeline import config
 from pipeline.config import Recipe, config_tree, interpolation, uses_megatron
 from tests.problems import named

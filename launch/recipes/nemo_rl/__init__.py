@@ -7,15 +7,13 @@ One rule or function consumes each leaf of the resolved NeMo-RL recipe, with one
     problem     the key is unknown, or asks for a feature that Hetstep does not support
 Where NeMo-RL's default differs from Hetstep's, the translation sets NeMo-RL's explicitly.
 
-Start at `translate`. Each module translates some sections, by tables of rules (`rules.py`). The tables follow NeMo-RL of August
-2026. Recipes for vision, for audio and for evaluation only are not supported.
+Start at `translate`. Each module translates some sections, by tables of rules (`launch/recipes/translation/rules.py`). The
+tables follow NeMo-RL of August 2026. Recipes for vision, for audio and for evaluation only are not supported.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +28,10 @@ from launch.recipes.nemo_rl import (
     policy_keys,
     teacher_keys,
 )
-from launch.recipes.nemo_rl.translator import Translator
+from launch.recipes.translation.translator import Translation, Translator
 from pipeline.algorithms import OFFLINE
-from pipeline.config import Problem
 
 __all__ = ["Translation", "translate"]
-
-
-@dataclass(frozen=True)
-class Translation:
-    """The result of translating one recipe of NeMo-RL."""
-
-    layer: dict[str, Any]  # the recipe in Hetstep's keys
-    origins: dict[str, str]  # Hetstep's dotted key -> "file:line", or "file:line (NeMo-RL's key)" if the keys differ
-    changed: list[str]  # notes on keys with another meaning, one line each
-    ignored: list[str]  # notes on keys without effect, one line each
-    problems: list[Problem]
 
 
 def translate(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path) -> Translation:
@@ -60,7 +46,7 @@ def translate(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path) -
     else:
         message = f"{path} has no section of an algorithm; expected one of: {', '.join(algorithm_keys.NAMES)}"
         t.problem("algorithm", "missing-value", message)
-    return Translation(t.layer, t.our_origins, t.changed, t.ignored, list(dict.fromkeys(t.problems)))
+    return t.result()
 
 
 def _sections(t: Translator, name: str, path: Path) -> None:
@@ -81,8 +67,4 @@ def _sections(t: Translator, name: str, path: Path) -> None:
         critic_and_teacher_keys.critic(t)
     teacher_keys.translate(t)
     logger_keys.translate(t)
-    names = sorted(t.consumed)
-    for key, _ in t.unconsumed_leaves():
-        near = difflib.get_close_matches(key, names, 1, cutoff=0.8)
-        hint = f"; did you mean '{near[0]}'?" if near else ". Try without it"
-        t.problem(key, "unknown-key", f"is neither a key of NeMo-RL nor of Hetstep{hint}")
+    t.refuse_unknown("NeMo-RL")

@@ -6,8 +6,8 @@ from typing import Any
 
 from launch.recipes.nemo_rl import single_controller
 from launch.recipes.nemo_rl.logger_keys import METRICS
-from launch.recipes.nemo_rl.rules import Done, Ignored, Only, Rule, Same, apply, if_set, under
-from launch.recipes.nemo_rl.translator import Translator, as_yaml
+from launch.recipes.translation.rules import Done, Ignored, Only, Rule, Same, apply, if_set, under
+from launch.recipes.translation.translator import Translator, as_yaml
 from pipeline.algorithms import OFFLINE
 from pipeline.algorithms.sections import UNBOUNDED
 

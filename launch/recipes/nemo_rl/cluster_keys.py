@@ -6,8 +6,8 @@ reward model has GPUs of its own: then each component gets as many GPUs as both 
 
 from __future__ import annotations
 
-from launch.recipes.nemo_rl.rules import Ignored, apply
-from launch.recipes.nemo_rl.translator import Translator
+from launch.recipes.translation.rules import Ignored, apply
+from launch.recipes.translation.translator import Translator
 
 NODES, GPUS = "cluster.num_nodes", "cluster.gpus_per_node"
 COLOCATED = "policy.generation.colocated"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from launch.recipes.nemo_rl import generation_keys, megatron_keys, policy_keys
-from launch.recipes.nemo_rl.rules import Only, Rule, Same, Switch, apply, fits, if_set, under
-from launch.recipes.nemo_rl.translator import Translator
+from launch.recipes.translation.rules import Only, Rule, Same, Switch, apply, fits, if_set, under
+from launch.recipes.translation.translator import Translator
 
 LAYOUT = {
     "megatron": (

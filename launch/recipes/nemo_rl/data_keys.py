@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.recipes.nemo_rl.dataset_keys import Dataset
-from launch.recipes.nemo_rl.rules import Ignored, Only, Same, apply, if_set
-from launch.recipes.nemo_rl.translator import Translator
+from launch.recipes.translation.rules import Ignored, Only, Same, apply, if_set
+from launch.recipes.translation.translator import Translator
 from pipeline.algorithms import PAIRED
 
 SEVERAL = {"data.train": "data.datasets", "data.validation": "data.validations"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.recipes.nemo_rl.translator import Translator
+from launch.recipes.translation.translator import Translator
 from pipeline.config import NAMED_DATASETS
 from pipeline.data.file_formats import suffix_format
 

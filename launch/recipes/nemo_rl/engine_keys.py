@@ -7,8 +7,8 @@ tune the engine are ignored, each by its name.
 
 from __future__ import annotations
 
-from launch.recipes.nemo_rl.rules import Changed, Done, Ignored, Only, Rule, Same, apply, if_set, under
-from launch.recipes.nemo_rl.translator import Translator
+from launch.recipes.translation.rules import Changed, Done, Ignored, Only, Rule, Same, apply, if_set, under
+from launch.recipes.translation.translator import Translator
 
 KEY = "policy.generation"
 VLLM = f"{KEY}.vllm_cfg"

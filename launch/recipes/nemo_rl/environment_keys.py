@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import get_args, get_type_hints
 
 from launch.recipes.nemo_rl.logger_keys import PRETRAINED
-from launch.recipes.nemo_rl.rules import Changed, Ignored, Only, Rule, Same, apply, under
-from launch.recipes.nemo_rl.translator import Translator
+from launch.recipes.translation.rules import Changed, Ignored, Only, Rule, Same, apply, under
+from launch.recipes.translation.translator import Translator
 from pipeline.config import kind_class
 from pipeline.config.config_tree import RECIPES
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from launch.recipes.nemo_rl import engine_keys
 from launch.recipes.nemo_rl.cluster_keys import environment_variables
-from launch.recipes.nemo_rl.rules import Done, Ignored, Only, Same, apply, if_set, under
-from launch.recipes.nemo_rl.translator import Translator
+from launch.recipes.translation.rules import Done, Ignored, Only, Same, apply, if_set, under
+from launch.recipes.translation.translator import Translator
 
 KEY = "policy.generation"
 VLLM = f"{KEY}.vllm_cfg"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from launch.recipes.nemo_rl.rules import Changed, Ignored, Only, Same, apply, if_set, under
-from launch.recipes.nemo_rl.translator import ABSENT, Translator
+from launch.recipes.translation.rules import Changed, Ignored, Only, Same, apply, if_set, under
+from launch.recipes.translation.translator import ABSENT, Translator
 
 PRETRAINED = "a start from a checkpoint that is not in Hugging Face format"
 TEXT = "Hetstep trains only the text part of a model"

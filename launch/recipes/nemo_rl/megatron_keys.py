@@ -8,8 +8,8 @@ from launch.recipes.model_files import public_model_config, read_json
 from launch.recipes.nemo_rl.algorithm_keys import epochs, max_num_steps
 from launch.recipes.nemo_rl.cluster_keys import environment_variables
 from launch.recipes.nemo_rl.logger_keys import TEXT
-from launch.recipes.nemo_rl.rules import Changed, Done, Ignored, Only, Same, Switch, apply, if_set, under
-from launch.recipes.nemo_rl.translator import ABSENT, Translator
+from launch.recipes.translation.rules import Changed, Done, Ignored, Only, Same, Switch, apply, if_set, under
+from launch.recipes.translation.translator import ABSENT, Translator
 from pipeline.algorithms import OFFLINE
 from pipeline.algorithms.sections import OfflineConfig, OnlineConfig, bound
 from pipeline.train.adapters import modules

@@ -13,8 +13,8 @@ from launch.recipes.nemo_rl import megatron_keys
 from launch.recipes.nemo_rl.cluster_keys import environment_variables
 from launch.recipes.nemo_rl.dataset_keys import find, report_missing
 from launch.recipes.nemo_rl.logger_keys import PRETRAINED, TEXT
-from launch.recipes.nemo_rl.rules import Changed, Done, Ignored, Only, Same, Switch, apply, if_set, under
-from launch.recipes.nemo_rl.translator import Translator, as_yaml
+from launch.recipes.translation.rules import Changed, Done, Ignored, Only, Same, Switch, apply, if_set, under
+from launch.recipes.translation.translator import Translator, as_yaml
 from pipeline.config import Backend
 from pipeline.recipe import user_files
 

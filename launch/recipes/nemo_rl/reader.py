@@ -3,44 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 from launch.recipes import nemo_rl
+from launch.recipes.foreign import ForeignSource
 from launch.recipes.nemo_rl import environment_keys
-from pipeline.config import Problem, Recipe, config_tree, independent, interpolation, schema_validation, unused_keys
-from pipeline.config.config_tree import ConfigMapping, ConfigNode, ConfigValue
+from launch.recipes.translation import foreign_tree
+from pipeline.config import Problem, Recipe, config_tree, schema_validation
+from pipeline.config.config_tree import ConfigMapping, ConfigValue
 from pipeline.config.loading import Layers, layer
 from pipeline.config.schema import DatasetConfig
 
 
-def read(path: Path, tree: ConfigMapping, overrides: list[tuple[str, ConfigNode]]) -> Layers:
-    """Translate a NeMo-RL recipe into our keys.
-
-    overrides: (key, value) pairs. A key is NeMo-RL's if the recipe's files have it, else ours.
-    """
-    theirs = [pair for pair in overrides if tree.find(pair[0]) is not None]
-    tree = config_tree.merge(tree, layer(theirs))
-    named: dict[str, Any] = {}
-    faults = interpolation.resolve(tree, named)
-    leaves = {key: leaf.value for key, leaf in tree.leaves() if key in named}
-    environment = {value: str(named[key]) for key, value in leaves.items() if isinstance(value, str)}
-    faults |= {key: problem for key, problem in _type_errors(tree).items() if key not in faults}
-    problems = [replace(problem, origin=getattr(tree.find(key), "origin", None) or "") for key, problem in faults.items()]
-    for key in faults:
-        tree.drop(key)
-    origins = {key: leaf.origin or "" for key, leaf in tree.leaves()}
-    translation = nemo_rl.translate(tree.plain(), origins, path)
-    problems += independent(translation.problems, faults)
-    readers = replace(unused_keys.Readers.of_tree(tree), algorithm=None)  # `nemo_rl` finds the algorithm
-    for key, _ in theirs:
-        if reason := readers.unread(key):
-            problems.append(Problem(key, "has-no-effect", f"{reason}; {readers.instead(key)}", config_tree.COMMAND_LINE))
-    ours = config_tree.from_plain(interpolation.escaped(translation.layer), config_tree.short_path(path), translation.origins)
-    trees = [ours, layer([pair for pair in overrides if pair not in theirs])]
-    return Layers(
-        trees, [*translation.changed, *translation.ignored], problems, [problem.key for problem in problems], environment
-    )
+def read(source: ForeignSource) -> Layers:
+    """Translate a NeMo-RL recipe into our keys. An argument's key is NeMo-RL's if the recipe's files have it, else ours."""
+    theirs = [pair for pair in source.pairs if source.merged.find(pair[0]) is not None]
+    merged = config_tree.merge(source.merged, layer(theirs))
+    tree = foreign_tree.resolve(merged, _type_errors)
+    translation = nemo_rl.translate(tree.values, tree.origins, source.path)
+    unread = foreign_tree.without_effect(merged, [key for key, _ in theirs])
+    return foreign_tree.as_layers(tree, translation, source.path, [pair for pair in source.pairs if pair not in theirs], unread)
 
 
 def _type_errors(tree: ConfigMapping) -> dict[str, Problem]:

@@ -7,8 +7,8 @@ of a step while rollouts are under way, which changes no result.
 
 from __future__ import annotations
 
-from launch.recipes.nemo_rl.rules import Done, Ignored, Only, apply, under
-from launch.recipes.nemo_rl.translator import Translator
+from launch.recipes.translation.rules import Done, Ignored, Only, apply, under
+from launch.recipes.translation.translator import Translator
 
 KEY = "async_rl"
 OURS = "grpo.async_grpo"

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from launch.recipes.nemo_rl import megatron_keys, policy_keys
-from launch.recipes.nemo_rl.rules import Ignored, fits, under
-from launch.recipes.nemo_rl.translator import Translator
+from launch.recipes.translation.rules import Ignored, fits, under
+from launch.recipes.translation.translator import Translator
 from pipeline.recipe.values import leaves
 
 SECTION, ESTIMATOR = "on_policy_distillation", "grpo.adv_estimator.name"

@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from launch.recipes.nemo_rl.translator import ABSENT, Translator, as_yaml
+from launch.recipes.translation.translator import ABSENT, Translator, as_yaml
 
 
 @dataclass(frozen=True)

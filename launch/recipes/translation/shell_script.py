@@ -1,0 +1,627 @@
+"""Find the arguments of a shell script's command without running anything.
+
+`find_command` follows the script as bash would: assignments, expansions, arithmetic, arrays, `if`, `case`, loops and functions.
+Other programs do not run, so what a script takes from one (`$(...)`, the status of a command, `read`) is unknown. An unknown
+value is a problem only where it reaches an argument that the reader needs; the problem names the variable to set on the
+command line, as `NAME=VALUE`. The script's own arguments are `1=VALUE 2=VALUE`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.recipes.translation import shell_grammar, shell_nodes
+from launch.recipes.translation.shell_conditions import MARK, Condition, Status, compute, glob_pattern, status_of
+from launch.recipes.translation.shell_nodes import Assignment, ParameterExpansion, Text, Word
+from pipeline.config import Problem, RecipeError, config_tree
+
+MOST_COMMANDS = 20_000
+LONGEST = 1 << 20
+"""Characters of a value."""
+SUCCEEDS = (":", "true", "echo", "printf", "export", "declare", "local", "readonly", "typeset", "set", "unset", "shift", "cd")
+Recognizes = Callable[[list[str]], bool]
+
+
+class Argument(str):
+    """A word of a command, with the line of the script that has it."""
+
+    line: int
+
+    def __new__(cls, text: str, line: int) -> Argument:
+        """Return the word `text` of line `line`."""
+        word = super().__new__(cls, text)
+        word.line = line
+        return word
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Why a value is unknown."""
+
+    variable: str  # the variable to set; empty if no variable holds the value
+    line: int
+    reason: str
+
+
+@dataclass
+class Command:
+    """The command that starts the run."""
+
+    words: list[Argument]
+    path: Path
+    causes: list[Unknown]
+    assumed: dict[str, str]  # variables that have a value of `assume`, because the script asks another program for theirs
+    read: dict[str, str]  # variables of the environment that the script reads, with their values
+
+    def origin(self, word: str) -> str:
+        """Return "file:line" of a word."""
+        shown = config_tree.short_path(self.path)
+        return f"{shown}:{word.line}" if isinstance(word, Argument) else shown
+
+    def is_known(self, word: str) -> bool:
+        """Return whether a word has no unknown part."""
+        return MARK.search(word) is None
+
+    def known_part(self, word: str) -> str:
+        """Return a word without its unknown parts."""
+        return MARK.sub("", word)
+
+    def problem(self, key: str, word: str) -> Problem | None:
+        """Return the problem of a word with an unknown part; None if it has none. key: the key that the word sets."""
+        if (match := MARK.search(word)) is None:
+            return None
+        cause = self.causes[int(match[1])]
+        name = cause.variable
+        hint = f". Try {name}=VALUE" if name else f". Try {key}=VALUE"
+        where = f"{config_tree.short_path(self.path)}:{cause.line}"
+        message = f"got a value that only running the script tells: {cause.reason}{hint} on the command line"
+        return Problem(key, "missing-value", message, where)
+
+
+def mentions(text: str, name: str) -> bool:
+    """Return whether a script's text reads a variable, or an argument of the script by its number."""
+    return re.search(rf"\$\{{?[!#]?{name}(?!\w)", text) is not None
+
+
+def find_command(
+    text: str,
+    path: Path,
+    recognizes: Recognizes,
+    given: Mapping[str, str] = {},
+    assume: Mapping[str, str] = {},
+    environment: Mapping[str, str] = os.environ,
+) -> Command | None:
+    """Return the last command of a script that `recognizes` accepts; None if there is none.
+
+    given: variables and, by number, arguments of the script, which its assignments do not change. assume: values of variables
+    that would be unknown otherwise. Raises RecipeError for what is not in the grammar, and for a script that does not end.
+    """
+    run = _ScriptRun(path, recognizes, dict(given), assume, environment)
+    try:
+        run.commands(shell_grammar.parse(text, path))
+    except _Exit as exit_:
+        run.ended_at = 0 if exit_.succeeded else exit_.line
+    if run.found is None and run.ended_at:
+        message = f"the script exits here before its command. Its arguments are given as 1=VALUE 2=VALUE{run.positions()}"
+        raise RecipeError(Problem("recipe", "missing-value", message, f"{config_tree.short_path(path)}:{run.ended_at}"))
+    if run.found is None and run.hidden:
+        cause = run.causes[run.hidden[0]]
+        message = f"whether the script reaches its command depends on what only running it tells: {cause.reason}"
+        hint = f". Try {cause.variable}=VALUE on the command line" if cause.variable else ""
+        raise RecipeError(Problem("recipe", "missing-value", message + hint, f"{config_tree.short_path(path)}:{cause.line}"))
+    return None if run.found is None else Command(run.found, path, run.causes, run.assumed, run.read)
+
+
+class _Exit(Exception):
+    """`exit`, or `return` outside of a function."""
+
+    def __init__(self, line: int, succeeded: bool) -> None:
+        super().__init__()
+        self.line, self.succeeded = line, succeeded
+
+
+class _Return(Exception):
+    """`return` in a function."""
+
+
+@dataclass
+class _ScriptRun:
+    path: Path
+    recognizes: Recognizes
+    given: dict[str, str]
+    assume: Mapping[str, str]
+    environment: Mapping[str, str]
+    variables: dict[str, Any] = field(default_factory=dict)  # str, or a list of Arguments
+    functions: dict[str, shell_nodes.Command] = field(default_factory=dict)
+    causes: list[Unknown] = field(default_factory=list)
+    assumed: dict[str, str] = field(default_factory=dict)
+    read: dict[str, str] = field(default_factory=dict)
+    found: list[Argument] | None = None
+    hidden: list[int] = field(default_factory=list)  # causes of branches that may hold the command
+    ended_at: int = 0
+    count: int = 0
+    depth: int = 0
+    asked: set[int] = field(default_factory=set)  # the numbers of the script's arguments that it reads
+
+    def __post_init__(self) -> None:
+        numbers = sorted(int(name) for name in self.given if name.isdigit() and name != "0")
+        self.arguments = [self.given[str(number)] for number in numbers]
+        self.variables |= {"BASH_SOURCE": str(self.path.absolute()), "PWD": os.getcwd()}
+        self.line = 0
+        self.setting = ""  # the variable whose value is evaluated
+
+    def positions(self) -> str:
+        """Return a text that names the script's arguments that it reads."""
+        return f"; it reads {', '.join(f'${number}' for number in sorted(self.asked))}" if self.asked else ""
+
+    def unknown(self, reason: str, variable: str = "") -> str:
+        """Return an unknown value. variable: the one to set; else the variable that is being assigned."""
+        self.causes.append(Unknown(variable or self.setting, self.line, reason))
+        return f"\ue000{len(self.causes) - 1}\ue001"
+
+    def unknown_status(self, reason: str) -> Status:
+        """Return an unknown status."""
+        return status_of(self.unknown(reason))
+
+    def fail(self, message: str) -> RecipeError:
+        """Return an error with the line of the command."""
+        return RecipeError(Problem("recipe", "bad-format", message, f"{config_tree.short_path(self.path)}:{self.line}"))
+
+    # ---- commands ----
+
+    def commands(self, commands: Iterable[shell_nodes.Command]) -> Status:
+        status: Status = True
+        for command in commands:
+            status = self.command(command)
+        return status
+
+    def command(self, command: shell_nodes.Command) -> Status:
+        self.count, self.line = self.count + 1, command.line
+        if self.count > MOST_COMMANDS:
+            raise self.fail(f"the script runs more than {MOST_COMMANDS} commands. Try a script without its loop")
+        self.depth += 1
+        if self.depth > 3 * config_tree.DEEPEST:
+            raise self.fail("a function of the script calls itself too often")
+        try:
+            return getattr(self, f"_{type(command).__name__.lower()}")(command)
+        finally:
+            self.depth -= 1
+
+    def _simple(self, command: shell_nodes.Simple) -> Status:
+        if not command.words:
+            for assignment in command.assignments:
+                self.assign(assignment)
+            return True
+        words: list[Argument] = []
+        for word in command.words:
+            if isinstance(word, Assignment):
+                if not isinstance(word.value, tuple) or words[0] != "export":
+                    self.assign(word)
+            else:
+                words += self.fields(word)
+        self.line = command.line
+        if not words:
+            return True
+        if self.recognizes(list(words)):
+            self.found = words
+            return True
+        return self.builtin(words[0], words[1:])
+
+    def builtin(self, name: str, words: list[Argument]) -> Status:
+        """Follow a command of bash itself, or of the script; the status of another program is unknown."""
+        if name in self.functions:
+            outer, self.arguments = self.arguments, list(words)
+            try:
+                return self.command(self.functions[name])
+            except _Return:
+                return True
+            finally:
+                self.arguments = outer
+        if name in ("exit", "return"):
+            succeeded = not words or words[0] == "0"
+            raise _Return if name == "return" and self.depth > 1 and self.functions else _Exit(self.line, succeeded)
+        if name in ("[", "test"):
+            return self.test([word for word in words if not (name == "[" and word == "]")], globs=False)
+        if name in ("eval", "exec", "nohup", "command", "builtin"):
+            text = " ".join(words)
+            return self.commands(shell_grammar.parse(text, self.path)) if name == "eval" else self.builtin_or_found(words)
+        if name == "false":
+            return False
+        if name == "unset":
+            for word in words:
+                self.variables[word] = None
+        elif name == "shift":
+            self.arguments = self.arguments[int(words[0]) if words and words[0].isdigit() else 1 :]
+        elif name == "set" and "--" in words:
+            self.arguments = list(itertools.islice(itertools.dropwhile(lambda word: word != "--", words), 1, None))
+        elif name in shell_grammar.DECLARES:
+            for word in words:
+                if "=" in word:
+                    self.set(word.partition("=")[0], word.partition("=")[2])
+        elif name in ("read", "mapfile", "readarray", "getopts"):
+            for word in words:
+                if not word.startswith("-"):
+                    self.variables[word] = self.unknown(f"`{name}` sets {word}", word)
+        if name in SUCCEEDS:
+            return True
+        return self.unknown_status(f"the status of `{MARK.sub('?', ' '.join([name, *words]))[:60]}`")
+
+    def builtin_or_found(self, words: list[Argument]) -> Status:
+        return self.builtin(words[0], words[1:]) if words else True
+
+    def _testcommand(self, command: shell_nodes.TestCommand) -> Status:
+        tokens = [token if isinstance(token, str) else self.word(token, in_test=True) for token in command.tokens]
+        operators = {number for number, token in enumerate(command.tokens) if isinstance(token, str)}
+        return self.test(tokens, globs=True, operators=operators)
+
+    def _arithmeticcommand(self, command: shell_nodes.ArithmeticCommand) -> Status:
+        text = self.word(command.expression)
+        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*(\+\+|--|[-+*/%]?=(?!=))\s*(.*)", text, re.DOTALL)
+        if match is None:
+            return status_of(self.arithmetic(text))
+        name, sign, value = match.groups()
+        expression = value if sign == "=" else f"{name} {sign[0]} ({value or '1'})"
+        self.set(name, result := self.arithmetic(expression))
+        return status_of(result)
+
+    def _andor(self, command: shell_nodes.AndOr) -> Status:
+        left = self.command(command.left)
+        if isinstance(left, bool):
+            return self.command(command.right) if left is (command.operator == "&&") else left
+        if _runs_programs_only(command.left):  # `mkdir -p folder && train` is written for a mkdir that succeeds
+            return self.command(command.right) if command.operator == "&&" else left
+        self.hide(left, [command.right])
+        return left
+
+    def _negation(self, command: shell_nodes.Negation) -> Status:
+        status = self.command(command.command)
+        return not status if isinstance(status, bool) else status
+
+    def _group(self, command: shell_nodes.Group) -> Status:
+        if not (command.is_subshell or command.is_pipeline):
+            return self.commands(command.commands)
+        before = dict(self.variables)
+        status = self.commands(command.commands)
+        self.variables = before
+        return status
+
+    def _if(self, command: shell_nodes.If) -> Status:
+        for number, (condition, commands) in enumerate(command.branches):
+            status = self.commands(condition)
+            if not isinstance(status, bool):
+                self.hide(status, [one for _, rest in command.branches[number:] for one in rest])
+                return status
+            if status:
+                return self.commands(commands)
+        return True
+
+    def _casecommand(self, command: shell_nodes.CaseCommand) -> Status:
+        subject = self.word(command.subject, in_test=True)
+        if match := MARK.search(subject):
+            self.hide(int(match[1]) + 2, [one for _, commands in command.branches for one in commands])
+            return int(match[1]) + 2
+        for patterns, commands in command.branches:
+            if any(re.fullmatch(self.pattern(pattern), subject, re.DOTALL) for pattern in patterns):
+                return self.commands(commands)
+        return True
+
+    def _for(self, command: shell_nodes.For) -> Status:
+        items = self.arguments if command.words is None else [item for word in command.words for item in self.fields(word)]
+        for item in list(items):
+            if match := MARK.search(item):
+                self.hide(int(match[1]) + 2, command.commands)
+                continue
+            self.set(command.name, item)
+            self.commands(command.commands)
+        return True
+
+    def _while(self, command: shell_nodes.While) -> Status:
+        while True:
+            status = self.commands(command.condition)
+            if not isinstance(status, bool):
+                self.hide(status, command.commands)
+                return status
+            if status is command.is_until:
+                return True
+            self.commands(command.commands)
+
+    def _functiondefinition(self, command: shell_nodes.FunctionDefinition) -> Status:
+        self.functions[command.name] = command.body
+        return True
+
+    def hide(self, status: int, commands: Iterable[shell_nodes.Command]) -> None:
+        """Make the variables unknown that commands assign which may or may not run. status: the unknown condition's."""
+        cause = self.causes[status - 2]
+        for node in _nodes(tuple(commands)):
+            if isinstance(node, Assignment):
+                reason = f"whether it is set in line {node.line} depends on {cause.reason}"
+                self.causes.append(Unknown(cause.variable or node.name, cause.line, reason))
+                if node.name not in self.given:
+                    self.variables[node.name] = f"\ue000{len(self.causes) - 1}\ue001"
+            elif isinstance(node, shell_nodes.Simple) and node.words:
+                words = [self.word(word) for word in node.words if isinstance(word, Word)]
+                if self.recognizes(words):
+                    self.hidden.append(status - 2)
+
+    # ---- variables ----
+
+    def set(self, name: str, value: str | list[Argument]) -> None:
+        if name in self.given:
+            return
+        if isinstance(value, str) and MARK.search(value) and name in self.assume:
+            value = self.assumed[name] = self.assume[name]
+        if len(value) > LONGEST:
+            raise self.fail(f"the value of {name} has more than {LONGEST} characters")
+        self.variables[name] = value
+
+    def assign(self, one: Assignment) -> None:
+        self.line, outer, self.setting = one.line, self.setting, one.name
+        try:
+            if isinstance(one.value, tuple):
+                words = [item for word in one.value for item in self.fields(word)]
+                before = self.values(one.name) if one.appends else []
+                self.set(one.name, [*before, *words])
+            elif one.index:
+                items = self.values(one.name)
+                place = int(number) if (number := self.arithmetic(one.index)).isdigit() else 0
+                items += [Argument("", one.line)] * (min(place, 1000) + 1 - len(items))
+                items[min(place, 1000)] = Argument(self.word(one.value), one.line)
+                self.set(one.name, items)
+            else:
+                value = self.word(one.value)
+                before = self.lookup(one.name) if one.appends else ""
+                self.set(one.name, (before or "") + value)
+        finally:
+            self.setting = outer
+
+    def lookup(self, name: str) -> str | None:
+        """Return the value of a variable, of an array its first item; None if it is not set."""
+        if name.isdigit():
+            return self.argument(int(name))
+        if name in self.given:
+            return self.given[name]
+        if name in self.variables:
+            value = self.variables[name]
+            return (value[0] if value else None) if isinstance(value, list) else value
+        if (value := self.environment.get(name)) is not None:
+            self.read[name] = value
+        return value
+
+    def argument(self, number: int) -> str | None:
+        if number == 0:
+            return str(self.path)
+        self.asked.add(number)
+        return self.arguments[number - 1] if number <= len(self.arguments) else None
+
+    def values(self, name: str) -> list[Argument]:
+        """Return the items of an array, or the value as its one item."""
+        value = self.variables.get(name)
+        if isinstance(value, list) and name not in self.given:
+            return list(value)
+        text = self.lookup(name)
+        return [] if text is None else [Argument(text, self.line)]
+
+    # ---- words ----
+
+    def fields(self, word: Word) -> list[Argument]:
+        """Return the words that a word expands to, by bash's splitting of what is not quoted; patterns of files stay."""
+        self.line = word.line
+        found: list[str] = []
+        begun = False  # whether the last item of `found` goes on
+        for part in word.parts:
+            if (
+                isinstance(part, ParameterExpansion)
+                and (part.index in ("@", "*") or part.name in ("@", "*"))
+                and not part.operator
+            ):
+                items = list(self.values(part.name) if part.index else self.arguments)
+                if (part.index or part.name) == "*" and part.quoted:
+                    items = [Argument(" ".join(items), word.line)]
+                if not part.quoted:
+                    items = [Argument(piece, getattr(item, "line", word.line)) for item in items for piece in item.split()]
+                if len(word.parts) == 1:
+                    return [item if isinstance(item, Argument) else Argument(item, word.line) for item in items]
+                pieces: list[str] = [str(item) for item in items]
+            elif part.quoted or isinstance(part, Text):
+                pieces = [self.with_home(self.part(part), part is word.parts[0] and not part.quoted)]
+            elif self.is_unset(part) and len(word.parts) == 1:
+                return []
+            else:
+                text = self.part(part)
+                if text[:1].isspace():
+                    begun = False
+                pieces = text.split()
+                if text[-1:].isspace() and pieces:
+                    pieces.append("")
+            for number, piece in enumerate(pieces):
+                if number == 0 and begun:
+                    found[-1] += piece
+                else:
+                    found.append(piece)
+                begun = True
+            if pieces and pieces[-1] == "" and not part.quoted and not isinstance(part, Text):
+                found.pop()
+                begun = False
+        return [Argument(text, word.line) for text in found]
+
+    def is_unset(self, part: Any) -> bool:
+        """Return whether a part is the bare name of a variable that is not set."""
+        if not isinstance(part, ParameterExpansion) or part.operator or part.name in "@*#?$!-":
+            return False
+        return self.lookup(part.name) is None
+
+    def word(self, word: Word, in_test: bool = False) -> str:
+        """Return the text of a word without splitting it. in_test: a variable that is not set is empty, not unknown."""
+        self.line = word.line or self.line
+        text = "".join(self.part(part, in_test) for part in word.parts)
+        return self.with_home(text, bool(word.parts) and not word.parts[0].quoted)
+
+    def with_home(self, text: str, starts_unquoted: bool) -> str:
+        """Return a text with the home folder for `~`, also after `NAME=`."""
+        if not starts_unquoted or "~" not in text:
+            return text
+        return re.sub(r"^([A-Za-z_]\w*=)?~(?=/|$)", lambda match: f"{match[1] or ''}{self.lookup('HOME') or '~'}", text)
+
+    def part(self, part: Any, in_test: bool = False) -> str:
+        if isinstance(part, Text):
+            return part.text
+        if isinstance(part, shell_nodes.Arithmetic):
+            return self.arithmetic(self.word(part.expression))
+        if isinstance(part, shell_nodes.Substitution):
+            known = self.output(shell_grammar.parse(part.text, self.path))
+            return known if known is not None else self.unknown(f"`$({' '.join(part.text.split())[:60]})`")
+        return self.parameter(part, in_test)
+
+    def output(self, commands: tuple[shell_nodes.Command, ...]) -> str | None:
+        """Return the output of commands that name a path, such as `cd "$(dirname "$0")/.." && pwd`; None for others."""
+        line, folder = self.line, self.variables["PWD"]
+        if len(commands) == 1 and isinstance(both := commands[0], shell_nodes.AndOr) and both.operator == "&&":
+            commands = (both.left, both.right)
+        simple = [one for one in commands if isinstance(one, shell_nodes.Simple)]
+        fields = [self.fields(word) for one in simple for word in one.words if isinstance(word, Word)]
+        self.line = line
+        texts = [item for one in fields for item in one if item != "--"]
+        if any(map(MARK.search, texts)) or not texts:
+            return None
+        if texts[0] == "cd" and texts[2:] == ["pwd"]:
+            return os.path.abspath(os.path.join(folder, texts[1]))
+        if texts == ["pwd"]:
+            return folder
+        name, *rest = texts
+        if name == "dirname" and len(rest) == 1:
+            return os.path.dirname(rest[0]) or "."
+        if name == "basename" and len(rest) in (1, 2):
+            return os.path.basename(rest[0]).removesuffix("".join(rest[1:]))
+        return os.path.abspath(rest[0]) if name == "realpath" and len(rest) == 1 else None
+
+    def parameter(self, part: ParameterExpansion, in_test: bool) -> str:
+        name, sign = part.name, part.operator
+        if name in ("@", "*") or part.index in ("@", "*"):
+            items = self.values(name) if part.index else self.arguments
+            return str(len(items)) if sign == "length" else " ".join(items)
+        if name == "#":
+            self.asked |= {len(self.arguments) + 1}
+            return str(len(self.arguments))
+        if name in "?$!-":
+            return self.unknown(f"`${name}`")
+        if sign == "indirect":
+            return self.parameter(ParameterExpansion(self.lookup(name) or "_", part.quoted), in_test)
+        if part.index:
+            items, number = self.values(name), self.arithmetic(part.index)
+            value = items[int(number)] if number.lstrip("-").isdigit() and -len(items) <= int(number) < len(items) else None
+        else:
+            value = self.lookup(name)
+        if sign in (":-", "-", ":=", "=", ":?", "?", ":+", "+"):
+            return self.default(part, value, in_test)
+        if value is None:
+            return "" if in_test or (name.isdigit() and sign) else self.unset(name)
+        if sign == "length":
+            return str(len(value))
+        return value if not sign or MARK.search(value) else self.edited(sign, value, part.argument)
+
+    def unset(self, name: str) -> str:
+        if name == self.setting:  # A="$A b" appends to what may be nothing
+            return ""
+        what = f"${name}, an argument of the script, is not given" if name.isdigit() else f"{name} is not set"
+        return self.unknown(what, name)
+
+    def default(self, part: ParameterExpansion, value: str | None, in_test: bool) -> str:
+        sign = part.operator
+        is_set = value is not None and (value != "" or not sign.startswith(":"))
+        outer, self.setting = self.setting, self.setting or part.name
+        try:
+            argument = self.word(part.argument, in_test) if part.argument and is_set is (sign[-1] == "+") else ""
+        finally:
+            self.setting = outer
+        if sign[-1] == "+":
+            return argument if is_set else ""
+        if is_set:
+            return value or ""
+        if sign[-1] == "?":
+            return self.unknown(f"{part.name} is not set ({argument})", part.name)
+        if MARK.search(argument) and part.name in self.assume:
+            argument = self.assumed[part.name] = self.assume[part.name]
+        if sign[-1] == "=":
+            self.set(part.name, argument)
+        return argument
+
+    def edited(self, sign: str, value: str, argument: Word | None) -> str:
+        """Return a value without a prefix or suffix, with replacements, in another case, or a part of it."""
+        if sign in ("^", "^^", ",", ",,"):
+            change = str.upper if sign[0] == "^" else str.lower
+            return change(value) if len(sign) == 2 else change(value[:1]) + value[1:]
+        if sign == ":":
+            bounds = [self.arithmetic(text) for text in self.word(argument or Word((), 0)).split(":")]
+            if not all(re.fullmatch(r"-?\d+", bound) for bound in bounds):
+                return self.unknown(f"a part of '{value[:20]}'")
+            start = int(bounds[0]) if int(bounds[0]) >= 0 else max(0, len(value) + int(bounds[0]))
+            rest = value[start:]
+            return rest[: int(bounds[1])] if len(bounds) > 1 else rest
+        if sign in ("/", "//"):
+            text, _, new = self.word(argument or Word((), 0)).partition("/")
+            return re.sub(glob_pattern(text), lambda _: new, value, count=0 if sign == "//" else 1)
+        pattern = self.pattern(argument or Word((), 0))
+        cuts: Iterable[int] = range(len(value) + 1)
+        from_start = sign[0] == "#"
+        longest = len(sign) == 2
+        if longest is from_start:
+            cuts = reversed(range(len(value) + 1))
+        for cut in cuts:
+            piece, rest = (value[:cut], value[cut:]) if from_start else (value[cut:], value[:cut])
+            if re.fullmatch(pattern, piece, re.DOTALL):
+                return rest
+        return value
+
+    def pattern(self, word: Word) -> str:
+        """Return a regular expression for a pattern of bash, in which quoted characters stand for themselves."""
+        texts = [(self.part(part, True), part.quoted) for part in word.parts]
+        return "".join(re.escape(text) if quoted else glob_pattern(text) for text, quoted in texts)
+
+    # ---- tests and arithmetic ----
+
+    def test(self, tokens: list[str], globs: bool, operators: set[int] | None = None) -> Status:
+        """Evaluate `[ ... ]`, or `[[ ... ]]` with globs=True. operators: the indices of tokens that are operators."""
+        return Condition(self, tokens, globs, operators).evaluate()
+
+    def arithmetic(self, text: str) -> str:
+        """Return the value of an expression of whole numbers."""
+        if match := MARK.search(text):
+            return match[0]
+        names: dict[str, str] = {}
+        for name in set(re.findall(r"(?<![\w$])[A-Za-z_]\w*", text)) - {"x"}:
+            value = self.lookup(name)
+            names[name] = "0" if value in (None, "") else str(value)
+            if match := MARK.search(names[name]):
+                return match[0]
+        try:
+            return str(compute(text, names))
+        except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError):
+            raise self.fail(f"got (({text.strip()[:60]})); expected an expression of whole numbers") from None
+
+
+def _runs_programs_only(command: shell_nodes.Command) -> bool:
+    """Return whether a command runs programs other than tests, so that a script counts on their success."""
+    if isinstance(command, shell_nodes.AndOr):
+        return _runs_programs_only(command.right)
+    return isinstance(command, shell_nodes.Simple | shell_nodes.Group) and not (
+        isinstance(command, shell_nodes.Simple)
+        and command.words
+        and isinstance(command.words[0], Word)
+        and command.words[0].literal in ("[", "test")
+    )
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    """Yield the commands and assignments inside a command, or a tuple of commands."""
+    if isinstance(node, tuple):
+        yield from itertools.chain.from_iterable(map(_nodes, node))
+    elif not isinstance(node, str | bool | int | Word | type(None)):
+        yield node
+        for name in getattr(node, "__dataclass_fields__", ()):
+            yield from _nodes(getattr(node, name))
