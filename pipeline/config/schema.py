@@ -225,6 +225,9 @@ class _Run:
     """Folder for the output of the run. If it exists, the run continues from its last checkpoint. Default: runs/<name>."""
     needs: list[Line] = field(default_factory=list)
     """Recipes that run first, each once, in runs/<name>."""
+    rollout: Line | None = None
+    """Dotted path of your own `async def generate(engine, prompt, seed)`, which plays the episodes
+    (pipeline/rollout/engine_client.py). null: the policy answers, and the environment replies, in turn."""
     module_folders: list[Line] = field(default_factory=list)
     """Folders to search for your own modules, after PYTHONPATH. The folder of the recipe's file is added."""
 
@@ -284,6 +287,11 @@ def section(recipe: Recipe) -> OnlineConfig | OfflineConfig:
 def only_evaluates(recipe: Recipe) -> bool:
     """Return whether the run validates once and trains nothing."""
     return section(recipe).max_num_steps == 0
+
+
+def rollout_function(recipe: Recipe) -> str:
+    """Return the dotted path of the user's rollout function; "" for the built-in rollout."""
+    return recipe.rollout or "" if trains(recipe) else ""
 
 
 def engine_ranks(vllm: VLLMConfig) -> int:
