@@ -1,4 +1,4 @@
-"""List the files that a submitted run is made from: models, data, prompts, containers, and an evaluated checkpoint.
+"""List the files of a submitted run: models, data, prompts, the user's code, containers, and an evaluated checkpoint.
 
 Only names, sizes and times are read here, so that a submission stays fast; the job hashes the contents
 (pipeline/lineage/input_records.py).
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.preflight import model_readings
+from launch.preflight import model_readings, user_imports
 from launch.recipes.model_files import hub_cache, model_folder
 from pipeline import config
 from pipeline.algorithms.evaluate import TaskDataConfig
@@ -49,7 +49,7 @@ def write(recipe: Recipe, run_dir: Path) -> list[str]:
 def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yield {"key", "role", "name", "path", "origin", "files"} of each input of a recipe.
 
-    key: the recipe's key of the input. role: model, checkpoint, data, prompt or image. name: the key's value. path: the file or
+    key: the recipe's key of the input. role: model, checkpoint, data, prompt, code or image. name: the key's value. path: the file or
     folder that the name stands for; None if the name is not an absolute path and this machine does not have it. origin, files:
     as `pipeline.lineage.input_records.complete_entry` adds them. A named data set also has "arguments": subset, split and
     kwargs.
@@ -68,6 +68,8 @@ def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
             yield from _of_dataset(key, dataset)
     for key, path in model_readings.template_files(recipe).items():
         yield _entry(key, "prompt", str(path), path)
+    for code in user_imports.code_references(recipe):
+        yield _entry(code.key, "code", code.path, user_imports.file_of(code.path, recipe), code.kwargs)
     for name, component in config.components(recipe).items():
         if component.container_image:
             yield _entry(f"cluster.{name}.container_image", "image", component.container_image, Path(component.container_image))

@@ -22,11 +22,11 @@ from typing import Any
 
 from launch.executors import containers
 from launch.executors.executor import ROOT
-from launch.preflight import bounded, user_source
+from launch.preflight import bounded, signatures, user_source
 from launch.preflight.data_records import Fields
 from launch.recipes.trust import Trust, trusted_folders
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS
-from pipeline.config import KINDS, Problem, Recipe, RecipeError, generates, is_dotted_path, keyed_sets, trains
+from pipeline.config import KINDS, Problem, Recipe, RecipeError, generates, is_dotted_path, keyed_sets, rollout_function, trains
 from pipeline.environments.tools import TOOLS, read_tools
 
 PROBE_S = 30.0
@@ -39,13 +39,13 @@ class CodeReference:
 
     key: str
     path: str  # dotted
-    role: str  # environment, tool, dataset, format
+    role: str  # environment, tool, dataset, format, rollout
     component: str  # whose ranks import it
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def code_references(recipe: Recipe) -> list[CodeReference]:
-    """Return the user code in a recipe: environments, tools, data sets and formats with a dotted path."""
+    """Return the user code in a recipe: a rollout function, environments, tools, data sets and formats with a dotted path."""
     references = []
     for name, environment in recipe.env.items() if generates(recipe) else ():
         if environment.kind not in KINDS:
@@ -57,6 +57,8 @@ def code_references(recipe: Recipe) -> list[CodeReference]:
             tools, _ = read_tools(key, environment.kwargs.get("tools"))  # checks of the recipe report its problems
             kinds = {tool: config.kind for tool, config in tools.items() if config.kind and config.kind not in TOOLS}
             references += [CodeReference(f"{key}.{tool}", kind, "tool", "generate") for tool, kind in kinds.items()]
+    if rollout := rollout_function(recipe):
+        references.append(CodeReference("rollout", rollout, "rollout", "generate"))
     if trains(recipe):
         realm, names = "train", {key: dataset.dataset_name for key, dataset in keyed_sets(recipe.data).items()}
     else:
@@ -93,6 +95,12 @@ def folder_of(path: str, recipe: Recipe) -> Path | None:
     return next(
         (folder for folder in places(recipe) if os.path.isfile(folder / f"{top}.py") or os.path.isdir(folder / top)), None
     )
+
+
+def file_of(path: str, recipe: Recipe) -> Path | None:
+    """Return the source of the module of a dotted path; None if there is none here. Nothing is imported."""
+    spec = signatures.module_spec(path.rpartition(".")[0], places(recipe))
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 Replies = Mapping[str, dict[str, Any]]

@@ -34,6 +34,7 @@ from launch.executors.executor import ROOT
 from launch.preflight.signatures import absolute, module_spec, signature_of
 from pipeline.environments import custom
 from pipeline.recipe import user_code, user_files
+from pipeline.rollout import engine_client
 
 MAX_SOURCE = 4 << 20
 """Largest module, in bytes."""
@@ -58,7 +59,7 @@ class CodeFault(Exception):
 
 
 def describe_imported(path: str, role: str, kwargs: Sequence[str]) -> dict[str, Any]:
-    """Import the user's object at a dotted path, and return the reply about it. role: environment, tool, dataset or format."""
+    """Import the user's object at a dotted path, and return the reply about it. role: of a `CodeReference`."""
     try:
         loaded_object = user_code.load(path)
     except user_code.NotFound as error:
@@ -83,6 +84,9 @@ def _reply_about(loaded_object: Any, role: str, kwargs: Sequence[str]) -> dict[s
             reply = {"ok": True, "fields": custom.fields(loaded_object), "required": custom.required_fields(loaded_object)}
             named = custom.named_parameters(loaded_object)
             return reply if named is None else {**reply, "named": named}
+    elif role == "rollout":
+        if wrong := engine_client.problem(loaded_object):
+            return {"wrong": wrong, "code": "wrong-type"}
     elif not callable(loaded_object):
         return {"wrong": f"it is a {type(loaded_object).__name__}, which cannot be called", "code": "wrong-type"}
     return {"ok": True, "fields": None, "required": []}

@@ -56,7 +56,7 @@ class PPO(RewardedAlgorithm):
     """Proximal policy optimization with a critic."""
 
     Section = PPOConfig
-    reads = ("loss_fn", "value", "value_loss_fn")
+    reads = (*RewardedAlgorithm.reads, "value", "value_loss_fn")
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class RewardedAlgorithm(OnlineAlgorithm):
     """Base of algorithms whose section is a `RewardedConfig` and whose policy learns with `policy_loss` in loss.py."""
 
-    reads = ("loss_fn",)
+    reads = ("loss_fn", "rollout")
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)

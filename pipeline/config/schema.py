@@ -21,6 +21,7 @@ from pipeline.recipe.values import (
     LIVE,
     MISSING,
     Bool,
+    DottedPath,
     Float,
     Folder,
     Int,
@@ -225,7 +226,7 @@ class _Run:
     """Folder for the output of the run. If it exists, the run continues from its last checkpoint. Default: runs/<name>."""
     needs: list[Line] = field(default_factory=list)
     """Recipes that run first, each once, in runs/<name>."""
-    rollout: Line | None = None
+    rollout: DottedPath | None = None
     """Dotted path of your own `async def generate(engine, prompt, seed)`, which plays the episodes
     (pipeline/rollout/engine_client.py). null: the policy answers, and the environment replies, in turn."""
     module_folders: list[Line] = field(default_factory=list)

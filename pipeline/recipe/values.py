@@ -6,7 +6,7 @@ They refuse some values that Python converts: true is neither a number nor a tex
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, LiteralString
 
@@ -100,20 +100,22 @@ Positive = Annotated[Int, Field(ge=1)]
 NotNegative = Annotated[Int, Field(ge=0)]
 
 
-def not_a_kind(kind: str, kinds: Iterable[str]) -> str | None:
+def not_a_kind(
+    kind: str, kinds: Collection[str], expected: str = "a kind, or the dotted path of a class or a function"
+) -> str | None:
     """Return an error if `kind` is not one of `kinds` and cannot be the dotted path of a user's code, else None."""
     parts = kind.split(".")
     if kind in kinds or (len(parts) > 1 and all(part.isidentifier() for part in parts)):
         return None
     near = difflib.get_close_matches(kind.lower(), list(kinds), 1, 0.75)
-    hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(kinds)}"
+    hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(kinds)}" if kinds else ""
     if ".py" in kind:
         hint = "For `right` in my_reward.py beside the recipe, give my_reward.right"
     module = kind.removeprefix("./").removesuffix(".py").partition(".")[0]
     if "-" in module and ("." in kind or "/" in kind):
         renamed = f"{module.replace('-', '_')}.py"
         hint = f"'{module}' has a hyphen, which no module's name can have. Rename the file to {renamed}"
-    return f"got '{kind}'; expected a kind, or the dotted path of a class or a function. {hint}"
+    return f"got '{kind}'; expected {expected}. {hint}".removesuffix(". ")
 
 
 # ---- texts that become lines of a batch script, or names of files and variables ---------------------------------------------
@@ -184,6 +186,10 @@ def _duration_error(text: str) -> str | None:
 Line = Annotated[Text, Check(_line_error)]
 Word = Annotated[Line, Check(_word_error)]  # `scontrol show job` separates its fields by blanks
 Folder = Annotated[Line, Check(_folder_error)]
+DottedPath = Annotated[
+    Line, Check(lambda path: not_a_kind(path, (), "the dotted path of a function, such as my_code.function"))
+]
+"""Of user code."""
 Duration = Annotated[Text, Check(_duration_error)]
 Variables = dict[Annotated[str, Check(_variable_error)], Annotated[Text, Check(_value_error)]]
 """Environment variables of ranks, whose values may be secrets. `env_vars` among the kwargs of a user's code may be anything."""

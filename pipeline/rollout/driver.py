@@ -311,10 +311,8 @@ class EpisodeDriver:
     def _begin_functions(self) -> bool:
         """Let functions begin while episodes may begin. Return whether the engine waits for their first draws."""
         if self._awaited:
-            logger.warning(
-                f"{self._function}: its first draw takes more than {FIRST_DRAW_S:g} s (FIRST_DRAW_S). Engines no longer wait for"
-                " it, so which requests share a step depends on time"
-            )
+            why = f"its first draw takes more than {FIRST_DRAW_S:g} s; the engine no longer waits for it"
+            logger.warning(f"{self._function}: {why}, so which requests share a step depends on time")
             self._waits, self._awaited = False, set()
         while self._may_begin:
             episode = (self._urgent or self._waiting).popleft()
@@ -333,7 +331,7 @@ class EpisodeDriver:
         self._environments.submit(episode.call(self._max_length))
 
     def _give_to_function(self, episode: FunctionEpisode, completion: Completion) -> None:
-        """Give a completion to its function, or keep it until the function waits. A cut function gets its last ones together."""
+        """Give a completion to its function, or keep it until the function waits. A cut function gets the last together."""
         episode.receive(completion)
         in_engine = any(request_id in self._in_engine for request_id in episode.request_ids)
         if not in_engine and episode.has_last_turn:

@@ -27,8 +27,8 @@ A function that raises, hangs or returns something else costs its own episode on
 dropped; later it counts as a wrong answer with reward `env.<name>.broken_reward`, since an answer can be the cause.
 
 The function runs in a judge, a process beside the engine that the episode has for itself, with the environment in it. There it
-cannot delay the engine's steps, and it can be killed when it hangs, which a thread in the engine's process cannot. Its module is
-imported once per engine before judges are forked; an environment may remove variables from a judge's process environment, so
+cannot delay the engine's steps, and it can be killed when it hangs, unlike a thread in the engine's process. Its module is
+imported once per engine, before judges are forked. An environment may remove variables from a judge's process environment, so
 read those at the module's top level.
 """
 
@@ -39,7 +39,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -60,7 +60,7 @@ SIGNATURE = "async def generate(engine, prompt, seed)"
 
 
 class EpisodeEnded(Exception):
-    """Raised by `EngineClient.generate` if the episode can draw no further turn: it has too many turns or no room, or is cut."""
+    """Raised by `EngineClient.generate` if the episode can draw no further turn: too many turns, no room, or a cut."""
 
     def __init__(self, why: str, turn: DrawnTurn | None = None) -> None:
         super().__init__(why)
@@ -87,6 +87,17 @@ class DrawnTurn:
     def conversation(self) -> list[DrawnTurn]:
         """The turns up to this one."""
         return [*(self.previous.conversation if self.previous else ()), self]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How to draw a turn."""
+
+    max_new_tokens: int  # at most; the context may leave room for fewer
+    temperature: float
+    top_p: float
+    top_k: int  # 0: no limit
+    stop: str | Sequence[str]  # texts; the token that completes one ends the turn
+    seed: int  # in [0, 2**63)
 
 
 Reply = str | dict[str, Any] | np.ndarray | Sequence[int]
@@ -116,56 +127,42 @@ class EngineClient:
         self.asked = asyncio.Event()  # there are unsent draws
 
     @overload
-    async def generate(self, context: Context, reply: Reply | None = None, **options: Any) -> DrawnTurn: ...
+    async def generate(
+        self, context: Context, reply: Reply | None = None, *, n: None = None, **options: Unpack[SamplingOptions]
+    ) -> DrawnTurn: ...
 
     @overload
-    async def generate(self, context: Context, reply: Reply | None = None, *, n: int, **options: Any) -> list[DrawnTurn]: ...
+    async def generate(
+        self, context: Context, reply: Reply | None = None, *, n: int, **options: Unpack[SamplingOptions]
+    ) -> list[DrawnTurn]: ...
 
     async def generate(
-        self,
-        context: Context,
-        reply: Reply | None = None,
-        *,
-        n: int | None = None,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        seed: int | None = None,
+        self, context: Context, reply: Reply | None = None, *, n: int | None = None, **options: Unpack[SamplingOptions]
     ) -> DrawnTurn | list[DrawnTurn]:
         """Draw a turn after `context` and, if that is a drawn turn, a reply to it. n: draw that many, and return a list.
 
-        The defaults are the recipe's (policy.generation). Raises EpisodeEnded if no turn can be drawn, and TypeError or
-        ValueError for wrong arguments.
+        Options that are absent are the recipe's (policy.generation). Raises EpisodeEnded if no turn can be drawn, and TypeError
+        or ValueError for wrong arguments.
         """
         turn = context if isinstance(context, DrawnTurn) else None
         if self._cut:
             raise EpisodeEnded("the episode is cut", turn or self._latest)
-        tokens = self._tokens(context, reply)
-        chosen = {
-            "max_new_tokens": _number("max_new_tokens", max_new_tokens, int, 1),
-            "temperature": _number("temperature", temperature, float, 0),
-            "top_p": _number("top_p", top_p, float, 0),
-            "top_k": _number("top_k", top_k, int, 0),
-            "stop": None if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
-        }
-        given = {name: value for name, value in chosen.items() if value is not None}
-        sampling = replace(self.settings.sampling, thinking=None, **given)
-        count = 1 if n is None else _number("n", n, int, 1)
-        first = None if seed is None else _number("seed", seed, int, 0) % 2**63
+        tokens, count = self._tokens(context, reply), 1 if n is None else _number("n", n, int, 1)
         self._check_limits(tokens, turn, count)
+        chosen = _checked_options(options)
+        first = chosen.pop("seed", None)
         seeds = [self._seed(tokens, turn, self._numbers + place) for place in range(count)]
         if first is not None:
             seeds = [derived_seed(first, place) if place else first for place in range(count)]
-        turns = await asyncio.gather(*[self._draw(tokens, turn, one, sampling) for one in seeds])
+        sampling = replace(self.settings.sampling, thinking=None, **chosen)
+        turns = await asyncio.gather(*[self._draw(tokens, turn, seed, sampling) for seed in seeds])
         return turns[0] if n is None else turns
 
     async def judge(self, turn: DrawnTurn) -> Outcome:
         """Let the recipe's environment judge a turn: set the turn's reward, metrics and answer, and return the outcome.
 
-        The environment sees the turns that are judged as one episode. Its observation, if it has one, is in the outcome; pass it
-        to `generate` as the reply to the turn.
+        The environment sees the turns that are judged as one episode. Its observation, if it has one, is in the outcome: a reply
+        for `generate`.
         """
         outcome = await self._step(turn.text)
         checked = checked_outcome(outcome)
@@ -173,7 +170,7 @@ class EngineClient:
         return outcome
 
     def tokens_of(self, text: str) -> np.ndarray:
-        """Return the tokens, `[N]` int32, of a text, without a chat template. As a reply they continue the policy's own turn."""
+        """Return the tokens, `[N]` int32, of a text without a chat template. As a reply they continue the policy's turn."""
         return self._text.plain(text)
 
     # ---- the other side ------------------------------------------------------------------------------------------------------
@@ -298,13 +295,23 @@ class EngineClient:
         return await future
 
 
-def _number(name: str, value: Any, kind: type, least: float) -> Any:
-    """Return an argument of `generate` as a number of a kind; None stays None. Raises TypeError or ValueError."""
-    if value is None:
-        return None
+def _checked_options(options: SamplingOptions) -> dict[str, Any]:
+    """Return the options of `generate` in the form of `Sampling`, and `seed`. Raises TypeError or ValueError."""
+    if unknown := options.keys() - SamplingOptions.__annotations__:
+        raise TypeError(f"got {min(unknown)}; expected one of: {', '.join(SamplingOptions.__annotations__)}")
+    kinds: dict[str, tuple[type, int]] = {"max_new_tokens": (int, 1), "temperature": (float, 0), "top_p": (float, 0)}
+    kinds |= {"top_k": (int, 0), "seed": (int, 0)}
+    chosen: dict[str, Any] = {name: _number(name, options[name], *kinds[name]) for name in kinds if name in options}
+    if (stop := options.get("stop")) is not None:
+        chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    return chosen
+
+
+def _number(name: str, value: Any, kind: type, least: int) -> Any:
+    """Return an argument of `generate` as a number of a kind. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or kind(value) != value:
         raise TypeError(f"{name}: got {value!r}; expected {'a whole number' if kind is int else 'a number'}")
-    if not least <= value < math.inf:
+    if not least <= value < 2**63:
         raise ValueError(f"{name}: got {value!r}; expected at least {least}")
     return kind(value)
 
@@ -333,7 +340,7 @@ def problem(function: Any) -> str | None:
         return f"got a class; expected a function: {SIGNATURE}"
     if not callable(function):
         return f"got a {type(function).__name__}; expected a function: {SIGNATURE}"
-    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(getattr(function, "__call__", None)):
+    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
         kind = "an async generator" if inspect.isasyncgenfunction(function) else "a function that is not async"
         return f"got {kind}; expected {SIGNATURE}"
     try:

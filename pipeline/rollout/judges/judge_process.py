@@ -207,9 +207,7 @@ def _reply(stepper: EnvStepper | FunctionStepper, command: EnvCommand, outcome: 
     return EnvReply(command.call, outcome, open=not final)
 
 
-def _failure(
-    stepper: EnvStepper | FunctionStepper, command: EnvCommand, error: BaseException, progress: Progress
-) -> EnvReply:
+def _failure(stepper: EnvStepper | FunctionStepper, command: EnvCommand, error: BaseException, progress: Progress) -> EnvReply:
     stepper.forget(command.episode)
     failure, stuck = failure_of(error, progress.read()[0]), isinstance(error, ProcessStuck)
     trace = encodable("".join(traceback.format_exception(error))[-TRACEBACK_CHARS:])
