@@ -49,10 +49,10 @@ def write(recipe: Recipe, run_dir: Path) -> list[str]:
 def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yield {"key", "role", "name", "path", "origin", "files"} of each input of a recipe.
 
-    key: the recipe's key of the input. role: model, checkpoint, data, prompt, code or image. name: the key's value. path: the file or
-    folder that the name stands for; None if the name is not an absolute path and this machine does not have it. origin, files:
-    as `pipeline.lineage.input_records.complete_entry` adds them. A named data set also has "arguments": subset, split and
-    kwargs.
+    key: the recipe's key of the input. role: model, checkpoint, data, prompt, code or image. name: the key's value. path: the
+    file or folder that the name stands for; None if the name is not an absolute path and this machine does not have it.
+    origin, files: as `pipeline.lineage.input_records.complete_entry` adds them. A named data set also has "arguments": subset,
+    split and kwargs; code has those of an environment.
     """
     models = config.models(recipe) | config.served_models(recipe)
     for section, policy in models.items():

@@ -161,8 +161,8 @@ class EngineClient:
     async def judge(self, turn: DrawnTurn) -> Outcome:
         """Let the recipe's environment judge a turn: set the turn's reward, metrics and answer, and return the outcome.
 
-        The environment sees the turns that are judged as one episode. Its observation, if it has one, is in the outcome: a reply
-        for `generate`.
+        The environment sees the judged turns as one episode. Its observation, if it has one, is in the outcome: a reply for
+        `generate`.
         """
         outcome = await self._step(turn.text)
         checked = checked_outcome(outcome)
@@ -301,7 +301,9 @@ def _checked_options(options: SamplingOptions) -> dict[str, Any]:
         raise TypeError(f"got {min(unknown)}; expected one of: {', '.join(SamplingOptions.__annotations__)}")
     kinds: dict[str, tuple[type, int]] = {"max_new_tokens": (int, 1), "temperature": (float, 0), "top_p": (float, 0)}
     kinds |= {"top_k": (int, 0), "seed": (int, 0)}
-    chosen: dict[str, Any] = {name: _number(name, options[name], *kinds[name]) for name in kinds if name in options}
+    chosen: dict[str, Any] = {
+        name: _number(name, options[name], *kinds[name]) for name in kinds if options.get(name) is not None
+    }
     if (stop := options.get("stop")) is not None:
         chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     return chosen

@@ -54,9 +54,7 @@ class JudgePool:
         self._calls: dict[int, StepRequest | FunctionCall] = {}  # without an answer
         self._begun: set[int] = set()  # calls that a judge has taken
         self._waiting: deque[StepRequest | FunctionCall] = deque()  # requests that are not sent yet
-        self._suspects: deque[StepRequest | FunctionCall] = (
-            deque()
-        )  # requests that were judged when the process died; judged again, alone
+        self._suspects: deque[StepRequest | FunctionCall] = deque()  # judged when the process died; judged again, alone
         self._alone = False  # the only open call is a suspect
         self._held: dict[str, ParentProcess] = {}  # process of each episode that has not ended
         self._answers: list[tuple[str, StepOutcome | CallFailure]] = []  # that no judge gave
