@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from launch.recipes import trust
 from pipeline import config
 from pipeline.config import Loaded, Recipe, refuse
 from pipeline.config.config_tree import ConfigMapping, ConfigNode
@@ -21,7 +22,7 @@ def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
 
 def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
     """Return the recipe with its problems, as `config.inspect` does; a NeMo-RL recipe is translated."""
-    return config.inspect(name, overrides, _translate)
+    return config.inspect(name, overrides, _translate, may_import=trust.may_import)
 
 
 def _translate(path: Path, tree: ConfigMapping, arguments: list[tuple[str, ConfigNode]]) -> Layers:

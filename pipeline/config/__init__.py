@@ -120,6 +120,7 @@ from pipeline.config.schema import (
     generates,
     needs_triton,
     only_evaluates,
+    recipe_class,
     rollout_function,
     runs_ahead,
     section,
