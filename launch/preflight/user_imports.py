@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from launch.executors.executor import ROOT
 from launch.preflight import bounded, signatures, user_source
 from launch.preflight.data_records import Fields
 from launch.recipes.trust import Trust, trusted_folders
+from pipeline.algorithms import build
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS
 from pipeline.config import KINDS, Problem, Recipe, RecipeError, generates, is_dotted_path, keyed_sets, rollout_function, trains
 from pipeline.environments.tools import TOOLS, read_tools
@@ -39,13 +40,14 @@ class CodeReference:
 
     key: str
     path: str  # dotted
-    role: str  # environment, tool, dataset, format, rollout
+    role: str  # environment, tool, dataset, format, rollout, algorithm, loss
     component: str  # whose ranks import it
     kwargs: dict[str, Any] = field(default_factory=dict)
+    needs: dict[str, Any] | None = None  # `Needs` of the algorithm whose loss it replaces
 
 
 def code_references(recipe: Recipe) -> list[CodeReference]:
-    """Return the user code in a recipe: a rollout function, environments, tools, data sets and formats with a dotted path."""
+    """Return the user code in a recipe: all that has a dotted path."""
     references = []
     for name, environment in recipe.env.items() if generates(recipe) else ():
         if environment.kind not in KINDS:
@@ -59,6 +61,11 @@ def code_references(recipe: Recipe) -> list[CodeReference]:
             references += [CodeReference(f"{key}.{tool}", kind, "tool", "generate") for tool, kind in kinds.items()]
     if rollout := rollout_function(recipe):
         references.append(CodeReference("rollout", rollout, "rollout", "generate"))
+    if recipe.algorithm_class:
+        references.append(CodeReference("algorithm", recipe.algorithm_class, "algorithm", "train"))
+    if trains(recipe) and recipe.loss_fn.custom:
+        path, arguments = recipe.loss_fn.custom, recipe.loss_fn.custom_kwargs
+        references.append(CodeReference("loss_fn.custom", path, "loss", "train", arguments, asdict(build(recipe).needs)))
     if trains(recipe):
         realm, names = "train", {key: dataset.dataset_name for key, dataset in keyed_sets(recipe.data).items()}
     else:
@@ -129,8 +136,8 @@ def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
 
 
 def _read(reference: CodeReference, folders: Sequence[Path], checks_imports: bool = True) -> dict[str, Any]:
-    kwargs = sorted(reference.kwargs)
-    return bounded.call(lambda: user_source.describe(reference.path, reference.role, kwargs, folders, checks_imports))
+    about = reference.path, reference.role, reference.kwargs
+    return bounded.call(lambda: user_source.describe(*about, folders, checks_imports))
 
 
 def describe_kwargs(recipe: Recipe, name: str) -> str:
@@ -214,7 +221,7 @@ def _probe(
     trusted: the folders to search, if the trust is not Trust.EVERYTHING.
     """
     everything = trust is Trust.EVERYTHING
-    asked = {reference.key: (reference.path, reference.role, sorted(reference.kwargs)) for reference in references}
+    asked = {code.key: (code.path, code.role, code.kwargs, code.needs) for code in references}
     request = {"folders": recipe.module_folders if everything else [*map(str, trusted)], "asked": asked}
     folders = _python_path(recipe) if everything else filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     python_path = os.pathsep.join([str(ROOT), *folders])
@@ -253,7 +260,8 @@ def _end(process: subprocess.Popen) -> None:
 def _wrong_code(reference: CodeReference, answer: dict[str, Any]) -> Problem:
     absent = answer["wrong"].startswith(ABSENT)
     hint = ". Try to move it beside the recipe's file, or to add its folder to module_folders=[FOLDER] or PYTHONPATH"
-    key = reference.key.removesuffix("kind") + "kwargs" if answer["code"] == "unknown-key" else reference.key
+    of_kwargs = "loss_fn.custom_kwargs" if reference.role == "loss" else f"{reference.key.removesuffix('kind')}kwargs"
+    key = of_kwargs if answer["code"] == "unknown-key" else reference.key
     return Problem(key, answer["code"], f"{reference.path}: {answer['wrong']}{hint if absent else ''}")
 
 

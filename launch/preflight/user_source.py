@@ -18,6 +18,7 @@ import abc
 import ast
 import builtins
 import difflib
+import importlib.util
 import inspect
 import json
 import resource
@@ -25,13 +26,15 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launch.executors.executor import ROOT
 from launch.preflight.signatures import absolute, module_spec, signature_of
+from pipeline.algorithms import custom_loss
+from pipeline.algorithms.algorithm import Needs
 from pipeline.environments import custom
 from pipeline.recipe import user_code, user_files
 from pipeline.rollout import engine_client
@@ -58,8 +61,13 @@ class CodeFault(Exception):
         self.reply = reply
 
 
-def describe_imported(path: str, role: str, kwargs: Sequence[str]) -> dict[str, Any]:
-    """Import the user's object at a dotted path, and return the reply about it. role: of a `CodeReference`."""
+def describe_imported(
+    path: str, role: str, kwargs: Mapping[str, Any], needs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Import the user's object at a dotted path, and return the reply about it. role, kwargs, needs: of a `CodeReference`.
+
+    A loss is called on a tiny batch, if torch is installed.
+    """
     try:
         loaded_object = user_code.load(path)
     except user_code.NotFound as error:
@@ -72,10 +80,13 @@ def describe_imported(path: str, role: str, kwargs: Sequence[str]) -> dict[str, 
         file, line = _innermost(error)
         message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({file}:{line})"
         return {"raised": message, "foreign": isinstance(error, ImportError | OSError | RuntimeError | AssertionError)}
-    return _reply_about(loaded_object, role, kwargs)
+    reply = _reply_about(loaded_object, role, kwargs)
+    calls = needs is not None and "ok" in reply and importlib.util.find_spec("torch")
+    wrong = custom_loss.dry_call(path, loaded_object, kwargs, Needs(**needs)) if calls else None
+    return {"wrong": wrong, "code": "wrong-type"} if wrong else reply
 
 
-def _reply_about(loaded_object: Any, role: str, kwargs: Sequence[str]) -> dict[str, Any]:
+def _reply_about(loaded_object: Any, role: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reply about an object or its stand-in."""
     if role == "environment":
         if wrong := custom.problem(loaded_object, kwargs):
@@ -84,6 +95,9 @@ def _reply_about(loaded_object: Any, role: str, kwargs: Sequence[str]) -> dict[s
             reply = {"ok": True, "fields": custom.fields(loaded_object), "required": custom.required_fields(loaded_object)}
             named = custom.named_parameters(loaded_object)
             return reply if named is None else {**reply, "named": named}
+    elif role == "loss":
+        if found := custom_loss.problem(loaded_object, kwargs):
+            return {"wrong": found[1], "code": found[0]}
     elif role == "rollout":
         if wrong := engine_client.problem(loaded_object):
             return {"wrong": wrong, "code": "wrong-type"}
@@ -99,11 +113,11 @@ def _innermost(error: BaseException) -> tuple[str, int | None]:
 
 
 def describe(
-    path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path], checks_imports: bool = True
+    path: str, role: str, kwargs: Mapping[str, Any], folders: Sequence[Path], checks_imports: bool = True
 ) -> dict[str, Any]:
     """Return the reply about code at a dotted path, as far as the source shows it.
 
-    kwargs: names under `env.NAME.kwargs`. folders: searched in this order, after installed packages. checks_imports: whether
+    role, kwargs: of a `CodeReference`. folders: searched in this order, after installed packages. checks_imports: whether
     the imports of modules must exist.
     """
     try:

@@ -29,6 +29,8 @@ CLASSES = {  # by the name of the file, which is also the recipe's section and t
     "evaluate": "Evaluate",
 }
 GROUP = "hetstep.algorithms"
+CUSTOM_LOSS = ("loss_fn.custom", "loss_fn.custom_kwargs")
+"""Keys of the policy's loss that all algorithms read that train."""
 
 
 class Names(Sequence[str]):
@@ -77,6 +79,7 @@ def read_by(key: str) -> tuple[str, ...]:
     algorithms read a key that none of them claims.
     """
     claims = [(name, claim) for name, kind in ALGORITHMS.items() for claim in (name, *kind.reads)]
+    claims += [(name, claim) for name, kind in ALGORITHMS.items() if kind.trains_model for claim in CUSTOM_LOSS]
     claims = [(name, claim) for name, claim in claims if f"{key}.".startswith(f"{claim}.")]
     longest = max((len(claim) for _, claim in claims), default=0)
     return tuple(name for name, claim in claims if len(claim) == longest) or tuple(ALGORITHMS)

@@ -76,7 +76,7 @@ class PPO(RewardedAlgorithm):
     @property
     @override
     def losses(self) -> Mapping[str, Loss]:
-        return {"policy": self.loss, "critic": self.critic_loss}
+        return {"policy": self.policy_loss, "critic": self.critic_loss}
 
     def critic_loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         """Return this batch's share of the critic's loss and of its metrics."""

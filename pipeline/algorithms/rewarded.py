@@ -31,7 +31,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
         several = self.updates_per_epoch * self.epochs > 1
         several = several and not (loss.force_on_policy_ratio or loss.use_generation_logprobs)
         needed_early = filtered or loss.use_kl_in_reward  # something reads them before the first update
-        built_in = type(self).__module__.startswith(f"{__package__}.")  # a user's loss or estimate may need them
+        built_in = type(self).__module__.startswith(f"{__package__}.") and loss.custom is None  # a user's may need them
         deterministic = not _dropout(recipe.policy)  # else the log-probs of an update's own pass are others
         self.needs = Needs(
             entropy=loss.log_entropy or loss.entropy_coeff != 0,

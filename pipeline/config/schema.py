@@ -228,9 +228,9 @@ class _Run:
         Line,
         Check(_not_an_algorithm, "not-a-choice"),
         Field(
-            description=f"Algorithm of the run: {', '.join(CLASSES)}, of an installed package, or the dotted path of your own"
-            " class (pipeline/algorithms/README.md). Its section of the recipe has the same name; of your own class, the name of"
-            " its file.",
+            description=f"Algorithm of the run: {', '.join(CLASSES)}; one of an installed package; or the dotted path of your"
+            " own class (pipeline/algorithms/README.md). Its section of the recipe has the same name, or that of your class's"
+            " file.",
             json_schema_extra={"anyOf": [{"enum": list(CLASSES)}, {"pattern": "^\\w+(\\.\\w+)*$"}]},
         ),
     ] = MISSING

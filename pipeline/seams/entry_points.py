@@ -42,8 +42,8 @@ def find(group: str) -> Mapping[str, InstalledPart]:
 class Registry(Mapping[str, str]):
     """Name -> dotted path of our parts, and of those that installed packages add under a group of entry points.
 
-    `built_in` are ours alone. The packages are searched when a name is not ours, or when all names are listed. Raises RecipeError
-    if a package gives a part the name of one of ours.
+    `built_in` are ours alone. The packages are searched when a name is not ours, or when all names are listed. Raises
+    RecipeError if a package gives a part the name of one of ours.
     """
 
     def __init__(self, group: str, built_in: Mapping[str, str]) -> None:
