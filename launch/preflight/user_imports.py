@@ -25,12 +25,17 @@ from launch.executors.executor import ROOT
 from launch.preflight import bounded, signatures, user_source
 from launch.preflight.data_records import Fields
 from launch.recipes.trust import Trust, trusted_folders
-from pipeline.algorithms import build
+from pipeline.algorithms import CLASSES, GROUP, build
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS
 from pipeline.config import KINDS, Problem, Recipe, RecipeError, generates, is_dotted_path, keyed_sets, rollout_function, trains
 from pipeline.environments.tools import TOOLS, read_tools
+from pipeline.models import FAMILIES
+from pipeline.recipe.problems import collected
+from pipeline.seams import entry_points
 
 PROBE_S = 30.0
+INSTALLED = {GROUP: CLASSES, KINDS.group: KINDS.built_in, FAMILIES.group: FAMILIES.built_in}
+"""Group of entry points -> names of ours."""
 ABSENT = "there is no module"
 
 
@@ -174,6 +179,10 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
 
     executor: local, slurm or allocation. notes: receives code that could not be checked. answers: the result of `probe`.
     """
+    for group, ours in INSTALLED.items():
+        with collected(clashes := []):
+            entry_points.refuse_names_of_ours(group, ours)
+        yield from clashes
     references = code_references(recipe)
     if read := [reference for reference in references if "read" in answers[reference.key]]:
         what = ", ".join(f"{reference.key}={reference.path}" for reference in read)

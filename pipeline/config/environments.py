@@ -1,6 +1,7 @@
 """Keys of environments, `env.<name>`, and the registry of built-in kinds of environments.
 
-A new kind is one file in `pipeline/environments/` and one line in KINDS. Its class describes and checks its `kwargs`
+A new kind is one file in `pipeline/environments/` and one line in KINDS, or an entry point of an installed package in the group
+`hetstep.environments`. Its class describes and checks its `kwargs`
 (`pipeline/environments/environment.py`). Only modules of kinds that a recipe names are imported. The kwargs of your own kinds
 are checked where they are imported: `pipeline/environments/custom.py`.
 """
@@ -15,26 +16,32 @@ from pydantic import Field
 from pipeline.config import schema_validation
 from pipeline.config.policy import Precision, TokenizerConfig
 from pipeline.recipe import user_code
-from pipeline.recipe.problems import Problem
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.recipe.values import HF_OVERRIDES, MISSING, Bool, Check, Float, Line, Positive, Text, interpolation, not_a_kind
+from pipeline.seams.entry_points import Registry
 
-KINDS = {
-    "calculator": "pipeline.environments.tools.CalculatorEnvironment",
-    "code": "pipeline.environments.code.Code",
-    "code_benchmark": "pipeline.environments.code_benchmark.CodeBenchmark",
-    "code_interpreter": "pipeline.environments.code.CodeInterpreter",
-    "exact_match": "pipeline.environments.exact_match.ExactMatch",
-    "gsm8k": "pipeline.environments.gsm8k.GSM8KAnswer",
-    "ifeval": "pipeline.environments.ifeval.IFEval",
-    "llm_judge": "pipeline.environments.llm_judge.LLMJudge",
-    "math": "pipeline.environments.math.Math",
-    "minerva_math": "pipeline.environments.minerva_math.MinervaMath",
-    "multiple_choice": "pipeline.environments.multiple_choice.MultipleChoice",
-    "reward_model": "pipeline.environments.reward_model.RewardModelEnvironment",
-    "sliding_puzzle": "pipeline.environments.sliding_puzzle.SlidingPuzzle",
-    "tools": "pipeline.environments.tools.Tools",
-    "verifiers": "pipeline.environments.verifiers.Verifiers",
-}
+KINDS: Registry[str] = Registry(
+    "hetstep.environments",
+    {
+        "calculator": "pipeline.environments.tools.CalculatorEnvironment",
+        "code": "pipeline.environments.code.Code",
+        "code_benchmark": "pipeline.environments.code_benchmark.CodeBenchmark",
+        "code_interpreter": "pipeline.environments.code.CodeInterpreter",
+        "exact_match": "pipeline.environments.exact_match.ExactMatch",
+        "gsm8k": "pipeline.environments.gsm8k.GSM8KAnswer",
+        "ifeval": "pipeline.environments.ifeval.IFEval",
+        "llm_judge": "pipeline.environments.llm_judge.LLMJudge",
+        "math": "pipeline.environments.math.Math",
+        "minerva_math": "pipeline.environments.minerva_math.MinervaMath",
+        "multiple_choice": "pipeline.environments.multiple_choice.MultipleChoice",
+        "reward_model": "pipeline.environments.reward_model.RewardModelEnvironment",
+        "sliding_puzzle": "pipeline.environments.sliding_puzzle.SlidingPuzzle",
+        "tools": "pipeline.environments.tools.Tools",
+        "verifiers": "pipeline.environments.verifiers.Verifiers",
+    },
+    str,
+)
+"""Kind -> dotted path of its class."""
 
 
 @dataclass
@@ -55,7 +62,10 @@ class EnvironmentConfig:
     kind: Annotated[
         Text,
         Check(lambda kind: not_a_kind(kind, KINDS), "not-a-choice"),
-        Field(description=f"One of {', '.join(KINDS)}; or the dotted path of your own class or function."),
+        Field(
+            description=f"One of {', '.join(KINDS.built_in)}; one of an installed package; or the dotted path of your own class"
+            " or function."
+        ),
     ] = MISSING
     timeout_s: Annotated[Float, Field(gt=0)] = 10.0
     """Time limit of one turn of an episode, in seconds."""
@@ -84,8 +94,21 @@ Environments = Mapping[str, EnvironmentConfig]
 
 @functools.cache
 def kind_class(kind: str) -> Any:
-    """Return the class of a kind in KINDS, a subclass of `pipeline.environments.environment.Kind`."""
-    return user_code.load(KINDS[kind])
+    """Return the class of a kind in KINDS, a `pipeline.environments.environment.BuiltinEnvironment`.
+
+    Raises RecipeError if an installed package's class cannot be imported or is of another kind.
+    """
+    if kind in KINDS.built_in:
+        return user_code.load(KINDS[kind])
+    try:
+        loaded = user_code.load(path := KINDS[kind])
+    except Exception as error:
+        message = f"{KINDS[kind]} cannot be imported: {type(error).__name__}: {error}"
+        raise RecipeError(Problem(f"env.NAME.kind={kind}", "not-importable", message)) from error
+    if not (isinstance(loaded, type) and hasattr(loaded, "Arguments") and hasattr(loaded, "build")):
+        base = "pipeline.environments.environment.BuiltinEnvironment"
+        raise RecipeError(Problem(f"env.NAME.kind={kind}", "wrong-type", f"{path}: expected a class that derives from {base}"))
+    return loaded
 
 
 def read_kwargs(key: str, environment: EnvironmentConfig) -> tuple[Any, list[Problem]]:

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import json
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,7 @@ from pipeline.config.formatting import on_one_line
 from pipeline.config.schema import Recipe
 from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.recipe.values import MISSING
+from pipeline.seams import entry_points
 
 NAMES = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "string", "object": "mapping"}
 BOUNDS = {  # name in pydantic -> (keyword in JSON schema, name in messages)
@@ -38,6 +39,8 @@ REPLACED = {"type": "boolean", "description": "true: replace the inherited mappi
 NAME = "NAME"
 """Placeholder in a key for a name that the recipe gives, such as that of an environment."""
 LONGEST = 120  # characters of a default, at most
+GROUPS = {"algorithm": "hetstep.algorithms", "env.NAME.kind": "hetstep.environments", "policy.megatron_cfg": "hetstep.families"}
+"""Key -> group of entry points, whose parts its help lists."""
 KWARGS = f"env.{NAME}.kwargs"
 
 
@@ -119,7 +122,7 @@ def json_schema() -> dict[str, Any]:
     whole = json.loads(json.dumps(_described()))
     sections = whole.pop("$defs")
     environment = sections["EnvironmentConfig"]["allOf"] = []
-    for kind in KINDS:
+    for kind in KINDS.built_in:
         arguments = kind_class(kind).Arguments
         sections[arguments.__name__] = json.loads(json.dumps(_described(arguments)))
         condition = {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
@@ -167,11 +170,10 @@ def keys() -> dict[str, KeyReference]:
     return {key.name: key for key in _keys(_described(), "", schema_validation.with_defaults(Recipe, ConfigMapping()))}
 
 
-@cache
-def kwargs() -> dict[str, list[KeyReference]]:
+def kwargs(kinds: Iterable[str] = KINDS.built_in) -> dict[str, list[KeyReference]]:
     """Return kind of environment -> the keys of its kwargs."""
     found = {}
-    for kind in KINDS:
+    for kind in kinds:
         arguments = kind_class(kind).Arguments
         found[kind] = list(_keys(_described(arguments), f"{KWARGS}.", schema_validation.defaults(arguments)))
     return found
@@ -264,8 +266,10 @@ def explained(key: str, kinds: Collection[str] | None = None) -> str:
         raise RecipeError(Problem("help", "unknown-key", f"got '{problem.key}', which {problem.message}"))
     own = [keys()[name]] if name in keys() else []
     lines = [*map(_paragraph, [*own, *_inside(name)])]
-    for kind, inside in kwargs().items() if name == KWARGS else ():
-        lines += ["", f"kind: {kind}", *map(_paragraph, inside)] if kinds is None or kind in kinds else []
+    for kind, inside in kwargs(KINDS if kinds is None else kinds).items() if name == KWARGS else ():
+        lines += ["", f"kind: {kind}", *map(_paragraph, inside)]
+    if name in GROUPS and (installed := entry_points.described(GROUPS[name])):
+        lines += ["", "of installed packages:", *(f"    {line}" for line in installed)]
     return "\n".join(lines)
 
 

@@ -231,7 +231,7 @@ class _Run:
             description=f"Algorithm of the run: {', '.join(CLASSES)}; one of an installed package; or the dotted path of your"
             " own class (pipeline/algorithms/README.md). Its section of the recipe has the same name, or that of your class's"
             " file.",
-            json_schema_extra={"anyOf": [{"enum": list(CLASSES)}, {"pattern": "^\\w+(\\.\\w+)*$"}]},
+            json_schema_extra={"anyOf": [{"enum": list(CLASSES)}, {"type": "string", "pattern": "^\\w+(\\.\\w+)*$"}]},
         ),
     ] = MISSING
     algorithm_class: DottedPath | None = None

@@ -62,6 +62,7 @@ def _named(tree: ConfigMapping) -> tuple[str, str | None, str]:
         return name.split(".")[-2], None if not_a_kind(name, ()) else name, origin
     if isinstance(path := getattr(of_class, "value", None), str):
         return name, path, origin
+    entry_points.refuse_names_of_ours(GROUP, CLASSES)
     installed = entry_points.find(GROUP).get(name)
     return name, installed.path if installed else None, origin
 

@@ -8,12 +8,15 @@ A package names them in its pyproject.toml. Nothing of it is imported until a re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from typing import TypeVar
 
 from pipeline.recipe.problems import Problem, RecipeError
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -39,25 +42,23 @@ def find(group: str) -> Mapping[str, InstalledPart]:
     return found
 
 
-class Registry(Mapping[str, str]):
-    """Name -> dotted path of our parts, and of those that installed packages add under a group of entry points.
+class Registry(Mapping[str, Part]):
+    """Name -> part: ours, and those that installed packages add under a group of entry points.
 
     `built_in` are ours alone. The packages are searched when a name is not ours, or when all names are listed. Raises
     RecipeError if a package gives a part the name of one of ours.
     """
 
-    def __init__(self, group: str, built_in: Mapping[str, str]) -> None:
-        self.group, self.built_in = group, built_in
+    def __init__(self, group: str, built_in: Mapping[str, Part], load: Callable[[str], Part]) -> None:
+        """Bind to a group. load: returns the part at a dotted path; called when the part is used."""
+        self.group, self.built_in, self._load = group, built_in, load
 
     def _added(self) -> Mapping[str, InstalledPart]:
-        for name, part in find(self.group).items():
-            if name in self.built_in:
-                message = f"the package {part.package} names '{name}', which is one of Hetstep's; expected another name"
-                raise RecipeError(Problem(self.group, "already-exists", message))
+        refuse_names_of_ours(self.group, self.built_in)
         return find(self.group)
 
-    def __getitem__(self, name: str) -> str:
-        return self.built_in[name] if name in self.built_in else self._added()[name].path
+    def __getitem__(self, name: str) -> Part:
+        return self.built_in[name] if name in self.built_in else self._load(self._added()[name].path)
 
     def __iter__(self) -> Iterator[str]:
         yield from self.built_in
@@ -67,7 +68,15 @@ class Registry(Mapping[str, str]):
         return len(self.built_in) + len(self._added())
 
     def __contains__(self, name: object) -> bool:
-        return name in self.built_in or name in self._added()
+        return name in self.built_in or ("." not in str(name) and name in self._added())
+
+
+def refuse_names_of_ours(group: str, ours: Container[str]) -> None:
+    """Raise RecipeError if an installed package gives a part the name of one of ours."""
+    for name, part in find(group).items():
+        if name in ours:
+            message = f"the package {part.package} names '{name}', which is one of Hetstep's; expected another name"
+            raise RecipeError(Problem(group, "already-exists", f"{message}. Try to remove the package"))
 
 
 def described(group: str) -> list[str]:
