@@ -81,8 +81,9 @@ def describe_imported(
         message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({file}:{line})"
         return {"raised": message, "foreign": isinstance(error, ImportError | OSError | RuntimeError | AssertionError)}
     reply = _reply_about(loaded_object, role, kwargs)
-    calls = needs is not None and "ok" in reply and importlib.util.find_spec("torch")
-    wrong = custom_loss.dry_call(path, loaded_object, kwargs, Needs(**needs)) if calls else None
+    if needs is None or "ok" not in reply or importlib.util.find_spec("torch") is None:
+        return reply
+    wrong = custom_loss.dry_call(path, loaded_object, dict(kwargs), Needs(**needs))
     return {"wrong": wrong, "code": "wrong-type"} if wrong else reply
 
 

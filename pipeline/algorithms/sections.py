@@ -148,7 +148,7 @@ class OfflineConfig(EarlyStopConfig):
 
 @dataclass
 class LossConfig:
-    """The policy's loss. All read custom*, distillation kl_type, mixed_kl_weight and zero_outside_topk, grpo and ppo the rest."""
+    """The policy's loss. All read custom*; distillation kl_type, mixed_kl_weight, zero_outside_topk; grpo and ppo the rest."""
 
     custom: DottedPath | None = None
     """Dotted path of your own loss(outputs, batch, counts, **kwargs), which replaces the algorithm's for the policy

@@ -271,7 +271,7 @@ def _inspected(
     Unusable values are dropped until the rest is usable. notes, problems, faulty: those of earlier steps, which are included.
     """
     found_problems, faulty = list(problems), set(faulty)
-    if wrong := user_algorithm.register(given, may_import, schema_validation.fields(Recipe)):
+    if wrong := user_algorithm.register(given, may_import, schema_validation.fields(recipe_class(""))):
         found_problems.append(wrong)
         faulty |= {"algorithm", *_leave_out_algorithm(given)}
     schema = recipe_class(getattr(given.find("algorithm"), "value", ""))
@@ -309,7 +309,7 @@ def _leave_out_algorithm(given: ConfigMapping) -> list[str]:
     return [name]
 
 
-def _whole(given: ConfigMapping, schema: type[Recipe]) -> ConfigMapping:
+def _whole(given: ConfigMapping, schema: type[Any]) -> ConfigMapping:
     """Return a tree with the schema's defaults, in which copies of sections replace the references to them."""
     tree = schema_validation.with_defaults(schema, given)
     return schema_validation.with_defaults(schema, tree) if interpolation.expand(tree) else tree
@@ -317,7 +317,7 @@ def _whole(given: ConfigMapping, schema: type[Recipe]) -> ConfigMapping:
 
 def _attempt(
     given: ConfigMapping,
-    schema: type[Recipe],
+    schema: type[Any],
     faulty: set[str],
     readers: unused_keys.Readers,
     from_environment: dict[str, Any],

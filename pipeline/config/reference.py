@@ -23,7 +23,7 @@ from pipeline.config import fixed_keys, live_keys, schema_validation, unused_key
 from pipeline.config.config_tree import RECIPES, REPLACES, ConfigMapping, ConfigValue
 from pipeline.config.environments import KINDS, kind_class
 from pipeline.config.formatting import on_one_line
-from pipeline.config.schema import Recipe
+from pipeline.config.schema import Recipe, recipe_class
 from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.recipe.values import MISSING
 from pipeline.seams import entry_points
@@ -165,9 +165,10 @@ def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def keys() -> dict[str, KeyReference]:
-    """Return dotted key -> its reference, for all keys. A section comes before its keys."""
-    return {key.name: key for key in _keys(_described(), "", schema_validation.with_defaults(Recipe, ConfigMapping()))}
+def keys(schema: type[Any] = Recipe) -> dict[str, KeyReference]:
+    """Return dotted key -> its reference, for all keys of a schema. A section comes before its keys."""
+    described, defaults = _described(schema), schema_validation.with_defaults(schema, ConfigMapping())
+    return {key.name: key for key in _keys(described, "", defaults, described["$defs"])}
 
 
 def kwargs(kinds: Iterable[str] = KINDS.built_in) -> dict[str, list[KeyReference]]:
@@ -175,17 +176,18 @@ def kwargs(kinds: Iterable[str] = KINDS.built_in) -> dict[str, list[KeyReference
     found = {}
     for kind in kinds:
         arguments = kind_class(kind).Arguments
-        found[kind] = list(_keys(_described(arguments), f"{KWARGS}.", schema_validation.defaults(arguments)))
+        described = _described(arguments)
+        found[kind] = list(_keys(described, f"{KWARGS}.", schema_validation.defaults(arguments), described.get("$defs", {})))
     return found
 
 
-def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping) -> Iterator[KeyReference]:
+def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping, sections: dict[str, Any]) -> Iterator[KeyReference]:
     for name, described in section["properties"].items():
         kinds = [kind for kind in described.get("anyOf", [described]) if kind != {"type": "null"}]
         values = kinds[0].get("additionalProperties")
         inner = values if isinstance(values, dict) and "$ref" in values else kinds[0]
         own = inner.get("$ref", "").rpartition("/")[2]
-        about = _described()["$defs"].get(own, {})
+        about = sections.get(own, {})
         given = defaults.find(name)
         default = (
             given.plain() if isinstance(given, ConfigMapping) else given.value if given else described.get("default", MISSING)
@@ -201,9 +203,8 @@ def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping) -> Iter
         )
         if own:
             below = f"{prefix}{name}.{NAME}." if inner is values else f"{prefix}{name}."
-            yield from _keys(
-                about, below, given if isinstance(given, ConfigMapping) and inner is not values else ConfigMapping()
-            )
+            inside = given if isinstance(given, ConfigMapping) and inner is not values else ConfigMapping()
+            yield from _keys(about, below, inside, sections)
 
 
 def _live(key: str) -> str:
@@ -250,22 +251,23 @@ def explained(key: str, kinds: Collection[str] | None = None) -> str:
     kinds: kinds of environments to list for `env.NAME.kwargs`; None: all. Raise RecipeError, which names the most similar key,
     for an unknown key.
     """
-    name = _generic(key)
+    schema = recipe_class(None)
+    name = _generic(key, schema)
     if name is None:
         tree = ConfigMapping()
         tree.set(key, ConfigValue(None))
         if fixed := fixed_keys.hint(key):
             raise RecipeError(Problem("help", "unknown-key", f"got '{key}'; {fixed}"))
-        problems = list(schema_validation.unknown_keys(Recipe, tree, advice=unused_keys.Readers.of_tree(tree)))
+        problems = list(schema_validation.unknown_keys(schema, tree, advice=unused_keys.Readers.of_tree(tree)))
         if not problems:  # the key is inside a value, not a section
             parent = key.rpartition(".")[0]
-            while _generic(parent) is None:
+            while _generic(parent, schema) is None:
                 parent = parent.rpartition(".")[0]
             raise RecipeError(Problem("help", "unknown-key", f"got '{key}'; {parent} is a value, not a section"))
         problem = problems[0]
         raise RecipeError(Problem("help", "unknown-key", f"got '{problem.key}', which {problem.message}"))
-    own = [keys()[name]] if name in keys() else []
-    lines = [*map(_paragraph, [*own, *_inside(name)])]
+    own = [keys(schema)[name]] if name in keys(schema) else []
+    lines = [*map(_paragraph, [*own, *_inside(name, schema)])]
     for kind, inside in kwargs(KINDS if kinds is None else kinds).items() if name == KWARGS else ():
         lines += ["", f"kind: {kind}", *map(_paragraph, inside)]
     if name in GROUPS and (installed := entry_points.described(GROUPS[name])):
@@ -273,16 +275,17 @@ def explained(key: str, kinds: Collection[str] | None = None) -> str:
     return "\n".join(lines)
 
 
-def _inside(section: str) -> list[KeyReference]:
+def _inside(section: str, schema: type[Any] = Recipe) -> list[KeyReference]:
     """Return the keys of a section, without those of its subsections."""
-    return [key for key in keys().values() if key.parent in (section, f"{section}.{NAME}".lstrip("."))]
+    return [key for key in keys(schema).values() if key.parent in (section, f"{section}.{NAME}".lstrip("."))]
 
 
-def _generic(key: str) -> str | None:
+def _generic(key: str, schema: type[Any] = Recipe) -> str | None:
     """Return a dotted key in the form of `keys`, in which NAME stands for a recipe's name; None if the schema lacks it."""
-    known, found = {*keys(), *(key.parent for key in keys().values())}, ""
+    ours = keys(schema)
+    known, found = {*ours, *(key.parent for key in ours.values())}, ""
     for part in filter(None, key.split(".")):
-        if found in keys() and keys()[found].type.startswith("mapping") and not keys()[found].section:
+        if found in ours and ours[found].type.startswith("mapping") and not ours[found].section:
             return found  # its values have no description
         candidates = [f"{found}.{name}".lstrip(".") for name in (part, NAME)]
         if (found := next((name for name in candidates if name in known), None)) is None:

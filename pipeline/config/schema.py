@@ -274,7 +274,7 @@ class Recipe(_Algorithms):
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
-def recipe_class(name: object) -> type[Recipe]:
+def recipe_class(name: object) -> type[Any]:
     """Return the schema of recipes with the algorithm `name`: `Recipe`, and the section of a user's algorithm.
 
     name: None: of all algorithms that are registered.
