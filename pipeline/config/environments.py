@@ -20,27 +20,24 @@ from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.recipe.values import HF_OVERRIDES, MISSING, Bool, Check, Float, Line, Positive, Text, interpolation, not_a_kind
 from pipeline.seams.entry_points import Registry
 
-KINDS: Registry[str] = Registry(
-    "hetstep.environments",
-    {
-        "calculator": "pipeline.environments.tools.CalculatorEnvironment",
-        "code": "pipeline.environments.code.Code",
-        "code_benchmark": "pipeline.environments.code_benchmark.CodeBenchmark",
-        "code_interpreter": "pipeline.environments.code.CodeInterpreter",
-        "exact_match": "pipeline.environments.exact_match.ExactMatch",
-        "gsm8k": "pipeline.environments.gsm8k.GSM8KAnswer",
-        "ifeval": "pipeline.environments.ifeval.IFEval",
-        "llm_judge": "pipeline.environments.llm_judge.LLMJudge",
-        "math": "pipeline.environments.math.Math",
-        "minerva_math": "pipeline.environments.minerva_math.MinervaMath",
-        "multiple_choice": "pipeline.environments.multiple_choice.MultipleChoice",
-        "reward_model": "pipeline.environments.reward_model.RewardModelEnvironment",
-        "sliding_puzzle": "pipeline.environments.sliding_puzzle.SlidingPuzzle",
-        "tools": "pipeline.environments.tools.Tools",
-        "verifiers": "pipeline.environments.verifiers.Verifiers",
-    },
-    str,
-)
+_OURS = {
+    "calculator": "pipeline.environments.tools.CalculatorEnvironment",
+    "code": "pipeline.environments.code.Code",
+    "code_benchmark": "pipeline.environments.code_benchmark.CodeBenchmark",
+    "code_interpreter": "pipeline.environments.code.CodeInterpreter",
+    "exact_match": "pipeline.environments.exact_match.ExactMatch",
+    "gsm8k": "pipeline.environments.gsm8k.GSM8KAnswer",
+    "ifeval": "pipeline.environments.ifeval.IFEval",
+    "llm_judge": "pipeline.environments.llm_judge.LLMJudge",
+    "math": "pipeline.environments.math.Math",
+    "minerva_math": "pipeline.environments.minerva_math.MinervaMath",
+    "multiple_choice": "pipeline.environments.multiple_choice.MultipleChoice",
+    "reward_model": "pipeline.environments.reward_model.RewardModelEnvironment",
+    "sliding_puzzle": "pipeline.environments.sliding_puzzle.SlidingPuzzle",
+    "tools": "pipeline.environments.tools.Tools",
+    "verifiers": "pipeline.environments.verifiers.Verifiers",
+}
+KINDS = Registry("hetstep.environments", _OURS, str)
 """Kind -> dotted path of its class."""
 
 

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import json
 import textwrap
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -171,10 +171,11 @@ def keys(schema: type[Any] = Recipe) -> dict[str, KeyReference]:
     return {key.name: key for key in _keys(described, "", defaults, described["$defs"])}
 
 
-def kwargs(kinds: Iterable[str] = KINDS.built_in) -> dict[str, list[KeyReference]]:
-    """Return kind of environment -> the keys of its kwargs."""
+@cache
+def kwargs(kinds: tuple[str, ...] | None = None) -> dict[str, list[KeyReference]]:
+    """Return kind of environment -> the keys of its kwargs. kinds: None: ours."""
     found = {}
-    for kind in kinds:
+    for kind in KINDS.built_in if kinds is None else kinds:
         arguments = kind_class(kind).Arguments
         described = _described(arguments)
         found[kind] = list(_keys(described, f"{KWARGS}.", schema_validation.defaults(arguments), described.get("$defs", {})))
@@ -268,7 +269,7 @@ def explained(key: str, kinds: Collection[str] | None = None) -> str:
         raise RecipeError(Problem("help", "unknown-key", f"got '{problem.key}', which {problem.message}"))
     own = [keys(schema)[name]] if name in keys(schema) else []
     lines = [*map(_paragraph, [*own, *_inside(name, schema)])]
-    for kind, inside in kwargs(KINDS if kinds is None else kinds).items() if name == KWARGS else ():
+    for kind, inside in kwargs(tuple(KINDS if kinds is None else kinds)).items() if name == KWARGS else ():
         lines += ["", f"kind: {kind}", *map(_paragraph, inside)]
     if name in GROUPS and (installed := entry_points.described(GROUPS[name])):
         lines += ["", "of installed packages:", *(f"    {line}" for line in installed)]

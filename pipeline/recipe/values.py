@@ -13,6 +13,8 @@ from typing import Annotated, Any, LiteralString
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, Strict
 from pydantic_core import PydanticCustomError, core_schema
 
+from pipeline.recipe.problems import RecipeError
+
 MISSING = "???"
 """Default of a key that the recipe must set."""
 
@@ -77,8 +79,12 @@ class Check:
         return core_schema.no_info_after_validator_function(self._passed, handler(kind))
 
     def _passed(self, value: Any) -> Any:
-        if (message := self.wrong(value)) is not None:
-            raise PydanticCustomError(self.code, "{message}", {"message": message})
+        try:
+            code, message = self.code, self.wrong(value)
+        except RecipeError as error:  # of what the check reads, such as installed packages
+            code, message = error.problems[0].code, error.problems[0].message
+        if message is not None:
+            raise PydanticCustomError(code, "{message}", {"message": message})
         return value
 
 
