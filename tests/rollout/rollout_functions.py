@@ -100,3 +100,12 @@ def not_async(engine, prompt, seed):
 
 async def two_parameters(engine, prompt):
     return []
+
+
+async def twice(engine, prompt, seed):
+    """Draw two turns, and judge both."""
+    first = await engine.generate(prompt)
+    await engine.judge(first)
+    second = await engine.generate(first, "7", max_new_tokens=6)
+    await engine.judge(second)
+    return [first, second]
