@@ -2,14 +2,10 @@
 
 import pytest
 
-from tests.end_to_end.runs import LOCAL, Fault, submit
+from tests.end_to_end.runs import LOCAL, submit
+from tests.end_to_end.test_async import AHEAD, IN_FLIGHT, SLOW, kill_and_rerun
 
 FUNCTIONS = "tests.rollout.rollout_functions"
-ASYNC = (
-    "grpo.async_grpo.enabled=true",
-    "grpo.async_grpo.max_trajectory_age_steps=1",
-    "loss_fn.use_importance_sampling_correction=true",
-)
 
 
 def test_the_built_in_rollout_as_a_function_has_its_curve(tmp_path, uninterrupted):
@@ -19,18 +15,11 @@ def test_the_built_in_rollout_as_a_function_has_its_curve(tmp_path, uninterrupte
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("in_flight", ["true", "false"])
-def test_functions_sample_ahead_and_resume_after_a_kill(tmp_path, in_flight):
-    """With several turns, in-flight refits or drains, and a rank that is killed while functions play."""
-    options = (*LOCAL, *ASYNC, f"grpo.async_grpo.in_flight_weight_updates={in_flight}", "grpo.max_rollout_turns=2")
-    killed = Fault("receive", victim=3, actor=2, count=3, once=True)
-    run = submit(
-        tmp_path / "run", *options, f"rollout={FUNCTIONS}.twice", "cluster.requeue.max_restarts=2", fault=killed, timeout=300
-    )
-    assert run.status == 0, run.output
-    lines = [line for line in run.metrics() if "train/reward" in line]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4] and len(run.verdicts()) == 2
-    assert not any(line["train/env_failures"] or line["train/broke_judge"] for line in lines)
+@pytest.mark.parametrize("ahead", [AHEAD, IN_FLIGHT], ids=["drained", "in flight"])
+def test_a_kill_loses_no_rollout_and_repeats_none(tmp_path, ahead):
+    """With two turns; after a long first turn there is no room for the second."""
+    turns = (f"rollout={FUNCTIONS}.twice", "grpo.max_rollout_turns=2", "grpo.async_grpo.stragglers=keep")
+    kill_and_rerun(tmp_path / "run", 0, 3, *ahead, *SLOW, *turns)
 
 
 @pytest.mark.full
