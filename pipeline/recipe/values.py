@@ -79,8 +79,9 @@ class Check:
         return core_schema.no_info_after_validator_function(self._passed, handler(kind))
 
     def _passed(self, value: Any) -> Any:
+        code: Any = self.code
         try:
-            code, message = self.code, self.wrong(value)
+            message = self.wrong(value)
         except RecipeError as error:  # of what the check reads, such as installed packages
             code, message = error.problems[0].code, error.problems[0].message
         if message is not None:

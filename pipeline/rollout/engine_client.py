@@ -56,6 +56,14 @@ if TYPE_CHECKING:
 
 DRAWS_PER_TURN = 64
 """Most draws of an episode for each of its `max_rollout_turns`, so that a function that never returns ends."""
+BOUNDS: dict[str, tuple[type, float, float]] = {
+    "max_new_tokens": (int, 1, 2**30),
+    "temperature": (float, 0, 1e6),
+    "top_p": (float, 1e-6, 1),
+    "top_k": (int, 0, 2**30),
+    "seed": (int, 0, 2**63 - 1),
+}
+"""Option of `generate` -> its type and bounds. Engines refuse other values."""
 SIGNATURE = "async def generate(engine, prompt, seed)"
 
 
@@ -86,7 +94,10 @@ class DrawnTurn:
     @property
     def conversation(self) -> list[DrawnTurn]:
         """The turns up to this one."""
-        return [*(self.previous.conversation if self.previous else ()), self]
+        turns: list[DrawnTurn] = [self]
+        while turns[-1].previous is not None:
+            turns.append(turns[-1].previous)
+        return turns[::-1]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -154,6 +165,8 @@ class EngineClient:
         seeds = [self._seed(tokens, turn, self._numbers + place) for place in range(count)]
         if first is not None:
             seeds = [derived_seed(first, place) if place else first for place in range(count)]
+        if "top_k" in chosen:
+            chosen["top_k"] = min(chosen["top_k"], self._text.vocabulary)
         sampling = replace(self.settings.sampling, thinking=None, **chosen)
         turns = await asyncio.gather(*[self._draw(tokens, turn, seed, sampling) for seed in seeds])
         return turns[0] if n is None else turns
@@ -203,6 +216,12 @@ class EngineClient:
                 future.set_exception(EpisodeEnded("the episode is cut", previous or self._latest))
         if self._cut:
             self.unsent = []
+
+    def close(self) -> None:
+        """End what an ended function has not waited for."""
+        self._cut = True
+        for future in self._futures.values():
+            future.cancel()
 
     def checked(self, turns: Any) -> list[DrawnTurn]:
         """Return what the function returned. Raises TypeError or ValueError if it is not a rewarded conversation."""
@@ -299,22 +318,21 @@ def _checked_options(options: SamplingOptions) -> dict[str, Any]:
     """Return the options of `generate` in the form of `Sampling`, and `seed`. Raises TypeError or ValueError."""
     if unknown := options.keys() - SamplingOptions.__annotations__:
         raise TypeError(f"got {min(unknown)}; expected one of: {', '.join(SamplingOptions.__annotations__)}")
-    kinds: dict[str, tuple[type, int]] = {"max_new_tokens": (int, 1), "temperature": (float, 0), "top_p": (float, 0)}
-    kinds |= {"top_k": (int, 0), "seed": (int, 0)}
-    chosen: dict[str, Any] = {
-        name: _number(name, options[name], *kinds[name]) for name in kinds if options.get(name) is not None
-    }
-    if (stop := options.get("stop")) is not None:
-        chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    chosen: dict[str, Any] = {name: _number(name, given[name], *bounds) for name, bounds in BOUNDS.items() if name in given}
+    if "stop" in given:
+        chosen["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
+        if not all(isinstance(text, str) and text for text in chosen["stop"]):
+            raise ValueError(f"stop: got {given['stop']!r}; expected texts that are not empty")
     return chosen
 
 
-def _number(name: str, value: Any, kind: type, least: int) -> Any:
+def _number(name: str, value: Any, kind: type, least: float, most: float = 2**62) -> Any:
     """Return an argument of `generate` as a number of a kind. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or kind(value) != value:
         raise TypeError(f"{name}: got {value!r}; expected {'a whole number' if kind is int else 'a number'}")
-    if not least <= value < 2**63:
-        raise ValueError(f"{name}: got {value!r}; expected at least {least}")
+    if not least <= value <= most:
+        raise ValueError(f"{name}: got {value!r}; expected {least:g} to {most:g}")
     return kind(value)
 
 
@@ -326,11 +344,14 @@ def _shown(value: Any) -> str:
 
 
 def load_function(path: str) -> RolloutFunction:
-    """Return the rollout function at a dotted path. Raises RecipeError, and errors of the import."""
+    """Return the rollout function at a dotted path. Raises RecipeError."""
     try:
         function = user_code.load(path)
     except user_code.NotFound as error:
         raise RecipeError(Problem("rollout", "not-importable", f"{path}: {error}")) from error
+    except Exception as error:
+        message = f"{path} cannot be imported: {type(error).__name__}: {error}"
+        raise RecipeError(Problem("rollout", "not-importable", message)) from error
     if wrong := problem(function):
         raise RecipeError(Problem("rollout", "wrong-type", f"{path}: {wrong}"))
     return function

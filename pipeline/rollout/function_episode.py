@@ -6,6 +6,7 @@ log-probs of a rollout come from there.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -67,11 +68,14 @@ class FunctionEpisode(Episode):
     @property
     def has_last_turn(self) -> bool:
         """True if the function has a conversation of as many turns as it may have, so that it probably draws no more."""
-        return bool(self.completions) and self._turns_up_to(next(reversed(self.completions))) >= self.work.max_turns
+        return bool(self.completions) and len(self._numbers(next(reversed(self.completions)))) >= self.work.max_turns
 
-    def _turns_up_to(self, number: int) -> int:
-        previous = self.draws[number].previous
-        return 1 + (0 if previous is None else self._turns_up_to(previous))
+    def _numbers(self, last: int) -> list[int]:
+        """Return the draws of the conversation that ends in draw `last`, in order."""
+        numbers = [last]
+        while (previous := self.draws[numbers[-1]].previous) is not None:
+            numbers.append(previous)
+        return numbers[::-1]
 
     def take(self, draws: tuple[Draw, ...]) -> None:
         """Take the draws that the function asks for."""
@@ -109,21 +113,14 @@ class FunctionEpisode(Episode):
         return tuple(self._conversation(ends[-1])) if ends else ()
 
     def _begins_with_prompt(self, number: int) -> bool:
-        draw = self.draws[number]
-        while draw.previous is not None:
-            draw = self.draws[draw.previous]
-        return np.array_equal(draw.tokens, self.prompt.tokens) and len(self.completions[number].tokens) > 0
+        first = self.draws[self._numbers(number)[0]]
+        return np.array_equal(first.tokens, self.prompt.tokens) and len(self.completions[number].tokens) > 0
 
     def _conversation(self, last: int) -> list[Turn]:
         """Return the turns up to draw `last`. The tokens between two of them are observations."""
-        turns: list[Turn] = []
-        number: int | None = last
-        after = np.zeros(0, np.int32)
-        while number is not None:
-            draw, completion = self.draws[number], self.completions[number]
-            turns.append(Turn(completion, after))
-            if draw.previous is not None:
-                before = self.draws[draw.previous].tokens, self.completions[draw.previous].tokens
-                after = draw.tokens[sum(map(len, before)) :]
-            number = draw.previous
-        return turns[::-1]
+        numbers = self._numbers(last)
+        turns = [Turn(self.completions[number]) for number in numbers]
+        for place, (number, following) in enumerate(itertools.pairwise(numbers)):
+            length = len(self.draws[number].tokens) + len(self.completions[number].tokens)
+            turns[place] = replace(turns[place], observation=self.draws[following].tokens[length:])
+        return turns

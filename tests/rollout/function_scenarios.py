@@ -119,10 +119,13 @@ EXPECTED = {  # prompt -> (whether the episode is dropped, the cause)
     11: (False, ".* turn 0 continues a turn that it did not return; expected all turns of the conversation, in order at .*"),
     12: (False, ".* its first turn was not drawn after the prompt. Try engine.generate.prompt. at .*"),
     13: (False, ".* it returned a list with a ndarray in it; expected a list of turns that engine.generate returned at .*"),
-    14: (False, ".* ValueError: max_new_tokens: got 0; expected at least 1 at .*"),
+    14: (False, ".* ValueError: max_new_tokens: got 0; expected 1 to 1.07374e.09 at .*"),
     15: (False, ".* TypeError: got a float; expected the prompt, a drawn turn, messages, a text or tokens at .*"),
     16: (False, "the function raised RuntimeError: SystemExit at .*"),
     17: (False, ".* turn 0 has the reward 'high'; expected a number from .*"),
+    20: (False, ".* ValueError: got the token 96; expected 0 to 95, of the tokenizer at .*"),
+    21: (False, ".* ValueError: stop: got .'x', ''.; expected texts that are not empty at .*"),
+    22: (False, ".* ValueError: top_p: got 0.0; expected 1e-06 to 1 at .*"),
     18: (False, ".* turns 1 and 2 both continue turn 0; expected one conversation. Return the best one at .*"),
 }
 
@@ -130,7 +133,7 @@ EXPECTED = {  # prompt -> (whether the episode is dropped, the cause)
 def mistakes(folder: Path) -> None:
     """Each mistake of a function costs its own episode, and its cause names the function."""
     bench = bench_of(folder, "mistaken", limit_s=2.0, broken_rewards={"told": -1.0})
-    found = played(bench, 20, samples=1, max_turns=3)
+    found = played(bench, 23, samples=1, max_turns=3)
     for index, rollout in enumerate(found):
         dropped, cause = EXPECTED.get(index, (False, ""))
         said = rollout.failure if dropped else rollout.broke
@@ -139,5 +142,5 @@ def mistakes(folder: Path) -> None:
         assert not (rollout.broke if dropped else rollout.failure), (index, rollout)
         assert rollout.reward == (0.0 if dropped else -1.0 if cause else 1.0)
         assert (rollout.drawn_tokens > 0) != dropped or index in (5, 12)
-    forged = played(Bench(Checkpoint(folder, None), {"told": FixedTurns(1)}), 20, samples=1)[19]
+    forged = played(Bench(Checkpoint(folder, None), {"told": FixedTurns(1)}), 23, samples=1)[19]
     np.testing.assert_array_equal(found[19].tokens, forged.tokens)

@@ -80,6 +80,12 @@ async def mistaken(engine, prompt, seed):
         return [turn, np.array([5, 6])]
     if prompt.index == 14:
         await engine.generate(prompt, max_new_tokens=0)
+    if prompt.index == 20:
+        await engine.generate([5, 96])
+    if prompt.index == 21:
+        await engine.generate(prompt, stop=["x", ""])
+    if prompt.index == 22:
+        await engine.generate(prompt, top_p=0.0)
     if prompt.index == 15:
         await engine.generate(3.5)
     if prompt.index == 16:

@@ -28,6 +28,7 @@ class ConversationText:
     ) -> None:
         self._tokenizer, self._observations, self._plain = tokenizer, observations, PlainText(tokenizer)
         self._template = ChatTemplate(tokenizer, config.chat_template_kwargs) if chat else None
+        self.vocabulary = len(tokenizer)  # tokens
 
     def decoded(self, completion: Completion) -> str:
         """Return the text that is judged."""
@@ -46,7 +47,7 @@ class ConversationText:
             if self._template is None:
                 return _int32(self._plain.tokens(context))
             return self.context([{"role": "user", "content": context}])
-        return _tokens(context, "the prompt, a drawn turn, messages, a text or tokens")
+        return self._tokens(context, "the prompt, a drawn turn, messages, a text or tokens")
 
     def reply(self, reply: Any, after: int, room: int) -> np.ndarray | None:
         """Return the tokens, `[O]` int32, of a reply after a turn whose last token is `after`; None if `room` is too little."""
@@ -56,19 +57,20 @@ class ConversationText:
             if self._observations is None:
                 return np.zeros(0, np.int32)  # no further turn can be drawn
             return self._observations.within(reply, self._observations.ends_turn(after), room)
-        tokens = _tokens(reply, "a text, one message or tokens")
+        tokens = self._tokens(reply, "a text, one message or tokens")
         return tokens if len(tokens) <= room else None
+
+    def _tokens(self, value: Any, expected: str) -> np.ndarray:
+        tokens = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else np.zeros(0, np.float32)
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise TypeError(f"got a {type(value).__name__}; expected {expected}")
+        if len(wrong := tokens[(tokens < 0) | (tokens >= self.vocabulary)]):
+            raise ValueError(f"got the token {wrong[0]}; expected 0 to {self.vocabulary - 1}, of the tokenizer")
+        return _int32(tokens)
 
     def plain(self, text: str) -> np.ndarray:
         """Return the tokens, `[N]` int32, of a text alone."""
         return _int32(self._tokenizer(text, add_special_tokens=False).input_ids)
-
-
-def _tokens(value: Any, expected: str) -> np.ndarray:
-    tokens = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else np.zeros(0, np.float32)
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise TypeError(f"got a {type(value).__name__}; expected {expected}")
-    return _int32(tokens)
 
 
 def _int32(tokens: Any) -> np.ndarray:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.environments.environment import Environment, Outcome
 from pipeline.rollout.engine_client import DrawnTurn, EngineClient, EpisodeEnded, RolloutFunction
 from pipeline.rollout.function_messages import FunctionCall, FunctionReply
 from pipeline.rollout.judges.conversation_text import ConversationText
-from pipeline.rollout.judges.environment_steps import FUNCTION, FUNCTION_BEGIN, GOES_ON, Begin, StepOutcome
+from pipeline.rollout.judges.environment_steps import (
+    FUNCTION,
+    FUNCTION_BEGIN,
+    GOES_ON,
+    Begin,
+    StepOutcome,
+    checked_outcome,
+)
 from pipeline.rollout.seeds import sampling_seed
 from pipeline.types import Prompt
 
@@ -54,7 +61,7 @@ class FunctionStepper:
         try:
             turns = episode.task.result()
         except EpisodeEnded as ended:
-            return _ended(ended.turn)
+            return _ended(episode.client, ended.turn)
         return _outcome(episode.client.checked(turns))
 
     async def _begin(self, call: FunctionCall, begin: Begin) -> None:
@@ -85,6 +92,7 @@ class FunctionStepper:
         """End the function of an episode that has ended."""
         if opened := self._open.pop(episode, None):
             opened.task.cancel()
+            opened.client.close()
 
 
 async def _settle(episode: _OpenEpisode) -> None:
@@ -103,13 +111,13 @@ async def _settle(episode: _OpenEpisode) -> None:
 def _outcome(turns: list[DrawnTurn], truncated: bool = False) -> StepOutcome:
     reward, last = math.fsum(turn.reward or 0.0 for turn in turns), turns[-1]
     reply = FunctionReply(last=last.number, truncated=truncated)
-    metrics = {str(name): float(value) for name, value in last.metrics.items()}
-    return StepOutcome(reward, metrics, True, None, last.extracted, reply)
+    judged = checked_outcome(Outcome(reward, last.metrics, extracted=last.extracted))
+    return replace(judged, function=reply)
 
 
-def _ended(turn: DrawnTurn | None) -> StepOutcome:
-    """Return the outcome of an episode that can draw no further turn."""
-    turns = turn.conversation if turn else []
-    if all(turn.reward is None for turn in turns):
+def _ended(client: EngineClient, turn: DrawnTurn | None) -> StepOutcome:
+    """Return the outcome of an episode that can draw no further turn: the conversation so far, if it is rewarded."""
+    try:
+        return _outcome(client.checked(turn.conversation if turn else []), truncated=True)
+    except ValueError:  # no reward yet, or not the prompt's conversation
         return StepOutcome(0.0, {}, True, None, function=FunctionReply())
-    return _outcome(turns, truncated=True)
