@@ -304,14 +304,14 @@ class EngineClient:
         self._built_in.add(number)
         return sampling_seed(*identity, len(turn.conversation) if turn else 0)
 
-    async def _draw(self, tokens: np.ndarray, turn: DrawnTurn | None, seed: int, sampling: Sampling) -> DrawnTurn:
+    def _draw(self, tokens: np.ndarray, turn: DrawnTurn | None, seed: int, sampling: Sampling) -> asyncio.Future[DrawnTurn]:
         number, self._numbers = self._numbers, self._numbers + 1
         draw = Draw(number, tokens, seed, sampling, turn.number if turn else None)
         future = self._futures[number] = asyncio.get_running_loop().create_future()
         self._contexts[number] = draw, turn
         self.unsent.append(draw)
         self.asked.set()
-        return await future
+        return future
 
 
 def _checked_options(options: SamplingOptions) -> dict[str, Any]:
