@@ -41,6 +41,8 @@ class NoSection(Algorithm):
     def loss(self, outputs, batch, counts): ...
 class Raises(Focal):
     def __init__(self, recipe): raise KeyError("gamma")
+class TwoParameters(Focal):
+    def loss(self, outputs): ...
 class Other: ...
 number = 3
 """
@@ -112,8 +114,9 @@ MISTAKES = [
     ("no_focal.Focal", "not-importable", "there is no module no_focal; looked in "),
     ("my_focal.number", "wrong-type", "got a int; expected a class that derives from pipeline.algorithms.algorithm.Algorithm"),
     ("my_focal.Other", "wrong-type", "the class does not derive from Algorithm; expected one of the bases in "),
-    ("my_focal.NoLoss", "wrong-type", "the class has no loss; expected a class that defines"),
-    ("my_focal.NoAdvantages", "wrong-type", "the class has no advantages; expected a class that defines"),
+    ("my_focal.NoLoss", "wrong-type", "the class has no loss; expected loss(self, outputs, batch, counts)"),
+    ("my_focal.NoAdvantages", "wrong-type", "the class has no advantages; expected advantages(self, group, rewards)"),
+    ("my_focal.TwoParameters", "wrong-type", "got loss(self, outputs); expected (self, outputs, batch, counts): too many"),
     ("my_focal.NoSection", "wrong-type", "expected a dataclass with the keys of my_focal"),
     ("my_focal.Raises", "unsupported", "my_focal.Raises: the class raised KeyError: 'gamma'"),
     ("broken.Focal", "not-importable", "it cannot be imported: NameError: name 'nonsense' is not defined"),

@@ -9,10 +9,12 @@ added to ALGORITHMS when the recipe is read (`pipeline/config/user_algorithm.py`
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from pipeline.algorithms.algorithm import Algorithm, OnlineAlgorithm
+from pipeline.algorithms.rewarded import RewardedAlgorithm
 from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.seams.registered_class import load
 
@@ -91,10 +93,18 @@ def problem(kind: Any) -> str | None:
         return f"got a {type(kind).__name__}; expected a class that derives from {Algorithm.__module__}.Algorithm"
     if not issubclass(kind, Algorithm):
         return f"the class does not derive from Algorithm; expected one of the bases in {Algorithm.__module__}"
-    required = ["loss"] if kind.trains_model else []
-    if issubclass(kind, OnlineAlgorithm) and kind.trains_model:
-        required.append("compute_advantages")
-    missing = [name for name in required if getattr(kind, name) is getattr(OnlineAlgorithm, name)]
-    if not missing and hasattr(kind, "advantages") and kind.advantages.__module__ == "pipeline.algorithms.rewarded":  # type: ignore
-        missing = ["advantages"]
-    return f"the class has no {' and no '.join(missing)}; expected a class that defines them" if missing else None
+    for name, abstract, parameters in (
+        ("loss", Algorithm.loss, "self, outputs, batch, counts"),
+        ("compute_advantages", OnlineAlgorithm.compute_advantages, "self, groups"),
+        ("advantages", RewardedAlgorithm.advantages, "self, group, rewards"),
+    ):
+        method = getattr(kind, name, None)
+        if method is None or not kind.trains_model:
+            continue
+        if method is abstract:
+            return f"the class has no {name}; expected {name}({parameters})"
+        try:
+            inspect.signature(method).bind(*parameters.split(","))
+        except TypeError as error:
+            return f"got {name}{inspect.signature(method)}; expected ({parameters}): {error}"
+    return None
