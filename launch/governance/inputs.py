@@ -17,7 +17,7 @@ from launch.preflight import model_readings, user_imports
 from launch.recipes.model_files import hub_cache, model_folder
 from pipeline import config
 from pipeline.algorithms.evaluate import TaskDataConfig
-from pipeline.config import DatasetConfig, Recipe, RecipeError
+from pipeline.config import KINDS, DatasetConfig, Recipe, RecipeError
 from pipeline.config.data import NAMED_DATASETS
 from pipeline.files import small_files
 from pipeline.lineage import file_hashes, input_records
@@ -68,8 +68,11 @@ def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
             yield from _of_dataset(key, dataset)
     for key, path in model_readings.template_files(recipe).items():
         yield _entry(key, "prompt", str(path), path)
-    for code in user_imports.code_references(recipe):
-        yield _entry(code.key, "code", code.path, user_imports.file_of(code.path, recipe), code.kwargs)
+    installed = {key: environment for key, environment in recipe.env.items() if environment.kind not in KINDS.built_in}
+    codes = [(code.key, code.path, code.kwargs) for code in user_imports.code_references(recipe)]
+    codes += [(f"env.{key}.kind", KINDS[one.kind], one.kwargs) for key, one in installed.items() if one.kind in KINDS]
+    for key, path, arguments in codes:
+        yield _entry(key, "code", path, user_imports.file_of(path, recipe), arguments)
     for name, component in config.components(recipe).items():
         if component.container_image:
             yield _entry(f"cluster.{name}.container_image", "image", component.container_image, Path(component.container_image))

@@ -120,9 +120,8 @@ class EpisodeDriver:
         return reply
 
     def _new_episode(self, work: RolloutWork, group_index: int, sample: int) -> Episode:
-        if self._function and work.prompts[group_index].environment:
-            return FunctionEpisode(work, group_index, sample, function=self._function)
-        return Episode(work, group_index, sample)
+        place = work, group_index, sample
+        return FunctionEpisode(*place, function=self._function) if self._function else Episode(*place)
 
     def drain(self) -> StreamingReply[None]:
         """Begin no more episodes until `resume`. The reply ends when no episode uses the engine."""
@@ -352,11 +351,14 @@ class EpisodeDriver:
         if outcome.over:
             self._end_function(episode, episode.ended_rollout(outcome))
             return
-        if not episode.cut:
+        if episode.cut:
+            if not self._leave_engine(episode):
+                self._call_function(episode)
+            return
+        if outcome.function.draws:
             episode.take(outcome.function.draws)
-            if outcome.function.draws:
-                self._draw_for(episode)
-        if episode.unsent or (episode.cut and not self._leave_engine(episode)):
+            self._draw_for(episode)
+        if episode.unsent:
             self._call_function(episode)
 
     def _draw_for(self, episode: FunctionEpisode) -> None:

@@ -98,6 +98,19 @@ def refits(folder: Path) -> None:
         assert rollout.failure == NOTHING_SAID if not rollout.turns else rollout.reward and rollout.finish == "length"
 
 
+def cuts(folder: Path) -> None:
+    """A cut ends the draws of a function at any step; the function may go on, but draws no more."""
+    for steps in (0, 1, 3, 9, 25):
+        bench = bench_of(folder, "stubborn", max_num_seqs=4)
+        later = bench.driver.rollout(work(0, prompts(3)))
+        bench.after(steps)
+        bench.driver.cut([0])
+        bench.work()
+        assert later.ended and not bench.engine.pending and not bench.driver._active
+        for rollout in (rollout for group in by_place(later.unsent).values() for rollout in group):
+            assert rollout.failure == NOTHING_SAID or 0 < rollout.reward == len(rollout.tokens) <= 40, rollout
+
+
 def drawn(bench: Bench) -> list[int]:
     """Return the number of tokens drawn so far in each open episode, by a snapshot."""
     groups = bench.driver.snapshot()

@@ -115,3 +115,16 @@ async def twice(engine, prompt, seed):
     second = await engine.generate(first, "7", max_new_tokens=6)
     await engine.judge(second)
     return [first, second]
+
+
+async def stubborn(engine, prompt, seed):
+    """Draw in parallel, go on after a cut, and return the longest turn."""
+
+    async def draw(tokens):
+        turn = await engine.generate(prompt, max_new_tokens=tokens)
+        turn.reward = float(len(turn.tokens))
+        return turn
+
+    found = await asyncio.gather(*map(draw, (2, 30, 40)), return_exceptions=True)
+    found += await asyncio.gather(draw(5), return_exceptions=True)
+    return [max((turn for turn in found if not isinstance(turn, Exception)), key=lambda turn: turn.reward)]

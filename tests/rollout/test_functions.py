@@ -7,7 +7,7 @@ from tests.rollout import function_scenarios as scenarios
 
 @pytest.mark.parametrize(
     "scenario",
-    [scenarios.same, scenarios.branches, scenarios.limits, scenarios.refits, scenarios.mistakes],
+    [scenarios.same, scenarios.branches, scenarios.limits, scenarios.refits, scenarios.cuts, scenarios.mistakes],
     ids=lambda scenario: scenario.__name__,
 )
 def test_a_scenario(play_in, checkpoint, scenario):
