@@ -88,6 +88,8 @@ def test_a_class_beside_the_recipe_is_an_algorithm(folder):
     assert not hasattr(config.inspect("tiny_sft").recipe, "my_focal")  # a recipe has the section of its own algorithm alone
     keys = {problem.key: problem.message for problem in inspected(folder, "my_focal.gama=1").problems}
     assert keys == {"my_focal.gama": "is not a key; did you mean 'my_focal.gamma'?"}
+    (folder / "inherits.yaml").write_text("defaults: tiny_sft\nalgorithm: sft\nalgorithm_class: my_focal.Focal\n")
+    assert config.inspect(str(folder / "inherits.yaml")).recipe.algorithm_class is None
     unread = inspected(folder, "sft.seed=3")
     assert "try my_focal.seed" in str(unread.unread(unread.recipe)[0][0])
 

@@ -36,6 +36,8 @@ def register(tree: ConfigMapping, may_import: MayImport | None, taken: Collectio
     """
     name, path, origin = _named(tree)
     if path is None:
+        if name in CLASSES and (of_class := tree.find("algorithm_class")):
+            tree.set("algorithm_class", ConfigValue(None, of_class.origin))  # of the recipe from which this one inherits
         return None
     wrong: tuple[str, str] | None = None
     if name in taken or name in CLASSES:
