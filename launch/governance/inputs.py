@@ -68,11 +68,12 @@ def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
             yield from _of_dataset(key, dataset)
     for key, path in model_readings.template_files(recipe).items():
         yield _entry(key, "prompt", str(path), path)
-    installed = {key: environment for key, environment in recipe.env.items() if environment.kind not in KINDS.built_in}
-    codes = [(code.key, code.path, code.kwargs) for code in user_imports.code_references(recipe)]
-    codes += [(f"env.{key}.kind", KINDS[one.kind], one.kwargs) for key, one in installed.items() if one.kind in KINDS]
-    for key, path, arguments in codes:
-        yield _entry(key, "code", path, user_imports.file_of(path, recipe), arguments)
+    for code in user_imports.code_references(recipe):
+        yield _entry(code.key, "code", code.path, user_imports.file_of(code.path, recipe), code.kwargs)
+    for name, environment in recipe.env.items():
+        if environment.kind not in KINDS.built_in and environment.kind in KINDS:  # of an installed package
+            path = KINDS[environment.kind]
+            yield _entry(f"env.{name}.kind", "code", path, user_imports.file_of(path, recipe), environment.kwargs)
     for name, component in config.components(recipe).items():
         if component.container_image:
             yield _entry(f"cluster.{name}.container_image", "image", component.container_image, Path(component.container_image))

@@ -101,8 +101,9 @@ class RunFolder:
     @property
     def samples(self) -> bool:
         """Return whether the run has generate ranks. Of a user's algorithm, which is not imported here, its section tells."""
-        own = self.algorithm not in ALGORITHMS and self.value(f"{self.algorithm}.num_prompts_per_step") is not None
-        return own or self.algorithm in ONLINE
+        if self.algorithm in ALGORITHMS:
+            return self.algorithm in ONLINE
+        return self.value(f"{self.algorithm}.num_prompts_per_step") is not None
 
     @property
     def model(self) -> str:
