@@ -90,6 +90,7 @@ def test_the_algorithm_has_its_keys(example):
     assert refused.returncode == 2 and "median_grpo.num_generations_per_prompt: got 1" in refused.stderr
 
 
+@pytest.mark.full  # by default: tests/launch/preflight/test_user_imports.py and tests/algorithms/test_custom_loss.py
 def test_a_loss_is_checked_before_submission(example):
     folder = example(ALGORITHMS)
     command = ("launch/submit.py", "recipe=mine/my_loss.yaml", "trust=true", "dry_run=true", *ONE_ROLLOUT)

@@ -106,9 +106,6 @@ def test_a_function_next_to_the_recipe_is_found_from_any_folder(folder):
             "rollout=rewards_of_mine.two",
             "rollout: rewards_of_mine.two: got parameters (engine, prompt); expected (engine",
         ),
-        ("rollout=rewards_of_mine.Scaled", "rollout: rewards_of_mine.Scaled: got a class; expected a function: async def"),
-        ("rollout=rewards_of_mine.plya", "has no plya; did you mean play?"),
-        ("loss_fn.custom=rewards_of_mine.two", "loss_fn.custom: rewards_of_mine.two: got an async function; expected def loss"),
         (
             "loss_fn.custom=rewards_of_mine.loss loss_fn.custom_kwargs.least=1",
             "loss_fn.custom_kwargs: rewards_of_mine.loss: ",
