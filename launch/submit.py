@@ -78,8 +78,8 @@ class SubmitRequest:
         str | None,
         Key(
             "[KEY]",
-            "print type, range, default and meaning of a recipe's key or section (of env.NAME.kwargs with recipe=RECIPE: for"
-            " the kind that it uses), or cause and cure of errors' codes",
+            "print type, range, default and meaning of a recipe's key or section (with recipe=RECIPE also of its own"
+            " algorithm's, and of env.NAME.kwargs for the kind that it uses), or cause and cure of errors' codes",
             read=str,
         ),
     ] = None
@@ -91,12 +91,9 @@ class SubmitRequest:
             yield Problem(flags[1], "contradiction", f"got {' and '.join(flags)}; expected one of them")
         if self.recipe is None and self.follow is None and self.help is None:
             yield Problem("recipe", "missing-value", "got no recipe; expected recipe=NAME, or follow=RUN_DIR")
-        of_recipe = self.recipe and self.help and reference.names_kwargs(self.help)
-        unused = flags or self.trust or self.follow or self.plan_from or (not of_recipe and (self.recipe or self.overrides))
+        unused = flags or self.follow or self.plan_from or (not self.recipe and (self.trust or self.overrides))
         if self.help is not None and unused:
-            message = (
-                "got other keys too; expected help=KEY alone, or help=env.NAME.kwargs recipe=NAME for the kind that it uses"
-            )
+            message = "got other keys too; expected help=KEY alone, or help=KEY recipe=NAME for what the recipe uses"
             yield Problem("help", "contradiction", message)
         elif self.follow and (self.recipe or self.overrides or self.plan_from or flags):
             yield Problem(
@@ -114,7 +111,8 @@ def main(arguments: list[str]) -> int:
 def execute(request: SubmitRequest) -> int:
     """Show, plan, submit or follow, as requested. Raises RecipeError."""
     if request.help is not None:
-        print(explained(request.help, request.recipe, request.overrides))
+        with trusting(Trust.EVERYTHING if request.trust else None):
+            print(explained(request.help, request.recipe, request.overrides))
         return 0
     foreground.handle_signals()
     if request.follow:
@@ -130,12 +128,16 @@ def execute(request: SubmitRequest) -> int:
 
 
 def explained(key: str, name: str | None, overrides: list[str]) -> str:
-    """Return the help of a recipe's key, or of codes separated by commas. name: a recipe, for the kwargs of its environment."""
+    """Return the help of a recipe's key, or of codes separated by commas. name: a recipe, whose algorithm or kind is meant."""
     if set(key.split(",")) <= CODES.keys():
         return troubleshooting.explain(key)
     if name is None:
         return reference.explained(key)
-    recipe, environment = reading.inspect(name, overrides).recipe, key.split(".")[1]
+    loaded = reading.inspect(name, overrides)
+    if not reference.names_kwargs(key):
+        refuse(problem for problem in loaded.problems if problem.key == "algorithm")
+        return reference.explained(key)
+    recipe, environment = loaded.recipe, key.split(".")[1]
     if environment not in recipe.env:
         message = f"got {key}; expected an environment of {name}: {', '.join(recipe.env) or 'it has none'}"
         raise RecipeError(Problem("help", "not-a-choice", message))

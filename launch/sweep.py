@@ -89,7 +89,7 @@ def execute(request: SweepRequest) -> int:
     try:
         if request.check:
             return check(request.check, request.update_baseline, own)
-        with trusting(Trust.LISTED if request.dry_run and not request.trust else None):
+        with trusting(Trust.LISTED if request.dry_run and not request.trust else Trust.EVERYTHING):
             return begin(request)
     except KeyboardInterrupt:
         print("\nsubmitted jobs go on; the same command continues the sweep", file=sys.stderr)

@@ -98,7 +98,7 @@ def test_every_suggestion_is_a_key_that_the_recipe_reads():
 
 def test_another_librarys_section_in_place_of_a_value_suggests_ours():
     (problem,) = config.inspect("tiny_grpo", ["algorithm.kl_ctrl.kl_coef=0.1"]).problems
-    assert (problem.key, problem.code) == ("algorithm", "not-a-choice")
+    assert (problem.key, problem.code) == ("algorithm", "wrong-type")
     assert "'loss_fn.reference_policy_kl_penalty'" in problem.message
 
 

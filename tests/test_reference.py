@@ -151,7 +151,7 @@ def test_help_of_kwargs_with_a_recipe_is_of_the_kind_that_it_uses(capsys, tmp_pa
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["help=grpo.seed", "recipe=tiny_grpo"],
+        ["help=grpo.seed", "trust=true"],
         ["help=grpo.seed", "grpo.seed=3"],
         ["help=env.addition.kwargs", "env.addition.kind=math"],
         ["help=env.addition.kwargs", "recipe=tiny_grpo", "plan=true"],
@@ -188,7 +188,7 @@ def test_help_of_another_librarys_key_names_ours(capsys, key):
 @pytest.fixture
 def requiring(monkeypatch):
     """Register the kind `requiring`."""
-    monkeypatch.setitem(KINDS, "requiring", f"{__name__}.Requiring")
+    monkeypatch.setitem(KINDS.built_in, "requiring", f"{__name__}.Requiring")
     reference.kwargs.cache_clear()
     yield
     reference.kwargs.cache_clear()

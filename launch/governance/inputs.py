@@ -1,4 +1,4 @@
-"""List the files that a submitted run is made from: models, data, prompts, containers, and an evaluated checkpoint.
+"""List the files of a submitted run: models, data, prompts, the user's code, containers, and an evaluated checkpoint.
 
 Only names, sizes and times are read here, so that a submission stays fast; the job hashes the contents
 (pipeline/lineage/input_records.py).
@@ -17,8 +17,9 @@ from launch.preflight import model_readings, user_imports
 from launch.recipes.model_files import hub_cache, model_folder
 from pipeline import config
 from pipeline.algorithms.evaluate import TaskDataConfig
-from pipeline.config import DatasetConfig, Recipe, RecipeError
+from pipeline.config import KINDS, DatasetConfig, Recipe, RecipeError
 from pipeline.config.data import NAMED_DATASETS
+from pipeline.config.environments import scorers
 from pipeline.data import sources
 from pipeline.files import small_files
 from pipeline.lineage import file_hashes, input_records
@@ -53,7 +54,7 @@ def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
     key: the recipe's key of the input. role: model, checkpoint, data, prompt, code or image. name: the key's value. path: the
     file or folder that the name stands for; None if the name is not an absolute path and this machine does not have it. origin,
     files: as `pipeline.lineage.input_records.complete_entry` adds them. A named data set also has "arguments": subset, split
-    and kwargs. Of the user's code the file of its module is recorded, not what this imports.
+    and kwargs; code has those of an environment. Of the user's code the file of its module is recorded, not what this imports.
     """
     models = config.models(recipe) | config.served_models(recipe)
     for section, policy in models.items():
@@ -71,7 +72,12 @@ def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
         yield _entry(key, "prompt", str(path), path)
     for code in user_imports.code_references(recipe):
         if source := user_imports.source_of(code, recipe):
-            yield _entry(code.key, "code", code.path, source)
+            yield _entry(code.key, "code", code.path, source, code.kwargs)
+    for name, environment in recipe.env.items():
+        for scorer in scorers(name, environment):
+            if scorer.kind not in KINDS.built_in and scorer.kind in KINDS:  # of an installed package
+                path = KINDS[scorer.kind]
+                yield _entry(scorer.key, "code", path, user_imports.module_file(path, recipe), scorer.kwargs)
     for name, component in config.components(recipe).items():
         if component.container_image:
             yield _entry(f"cluster.{name}.container_image", "image", component.container_image, Path(component.container_image))

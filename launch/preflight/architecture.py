@@ -353,7 +353,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
     served: whether refits send only the adapters to the engines. described: whether transformers may describe the model.
     Raises RecipeError for a model that it cannot describe, and for adapters of unknown modules.
     """
-    family = model.get("model_type")
+    family = str(model.get("model_type"))
     if family not in models.FAMILIES:
         message = f"got a '{family}' model; the Megatron backend supports only {', '.join(models.FAMILIES)}"
         hint = "Try policy.dtensor_cfg.enabled=true with policy.megatron_cfg.enabled=false, which supports more models"

@@ -24,7 +24,7 @@ OTHER_FILES = (
     *("added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 SHOWN = 4  # bad files reported per model
-CHECKED = (*models.FAMILIES, "ministral")
+CHECKED = (*models.FAMILIES.built_in, "ministral")
 """Families whose checkpoints have transformers' names. Of others the job compares the tensors."""
 PROBES, PROBE_BYTES = 64, 4096  # parts of tied copies that are compared; the job compares all bytes
 Head = Literal["logprobs", "values", "rewards"]

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,19 @@ from launch.preflight.data_files import Record
 from launch.preflight.data_records import Fields
 from launch.preflight.signatures import module_spec
 from launch.recipes.trust import Trust, trusted_folders
+from pipeline.algorithms import CLASSES, GROUP, build
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS
-from pipeline.config import KINDS, Problem, Recipe, RecipeError, generates, is_dotted_path, keyed_sets, trains
+from pipeline.config import KINDS, Problem, Recipe, RecipeError, generates, is_dotted_path, keyed_sets, rollout_function, trains
 from pipeline.config.environments import scorers
 from pipeline.environments.tools import TOOLS, read_tools
+from pipeline.models import FAMILIES
 from pipeline.recipe import user_code
+from pipeline.recipe.problems import collected
+from pipeline.seams import entry_points
 
 PROBE_S = 30.0
+INSTALLED = {GROUP: CLASSES, KINDS.group: KINDS.built_in, FAMILIES.group: FAMILIES.built_in}
+"""Group of entry points -> names of ours."""
 ABSENT = "there is no module"
 
 
@@ -43,15 +49,16 @@ class CodeReference:
 
     key: str
     path: str  # dotted, or FILE.py:NAME
-    role: str  # environment, reward, tool, dataset, processor, format
+    role: str  # environment, reward, tool, dataset, processor, format, rollout, algorithm, loss
     component: str  # whose ranks import it
     kwargs: dict[str, Any] = field(default_factory=dict)
     environment: str = ""  # under `env`, for which it scores answers
+    needs: dict[str, Any] | None = None  # `Needs` of the algorithm whose loss it replaces
 
     @property
     def kwargs_key(self) -> str:
         """The key of `kwargs`."""
-        return f"{self.key.rpartition('.')[0]}.kwargs"
+        return "loss_fn.custom_kwargs" if self.role == "loss" else f"{self.key.rpartition('.')[0]}.kwargs"
 
     @property
     def file(self) -> Path | None:
@@ -61,7 +68,7 @@ class CodeReference:
 
 
 def code_references(recipe: Recipe) -> list[CodeReference]:
-    """Return the user code in a recipe: environments, tools, data sets, processors and formats with a dotted path."""
+    """Return the user code in a recipe: all that has a dotted path or is in a file."""
     references = []
     for name, environment in recipe.env.items() if generates(recipe) else ():
         for scorer in scorers(name, environment):
@@ -73,6 +80,13 @@ def code_references(recipe: Recipe) -> list[CodeReference]:
             tools, _ = read_tools(key, environment.kwargs.get("tools"))  # checks of the recipe report its problems
             kinds = {tool: config.kind for tool, config in tools.items() if config.kind and config.kind not in TOOLS}
             references += [CodeReference(f"{key}.{tool}", kind, "tool", "generate") for tool, kind in kinds.items()]
+    if rollout := rollout_function(recipe):
+        references.append(CodeReference("rollout", rollout, "rollout", "generate"))
+    if recipe.algorithm_class:
+        references.append(CodeReference("algorithm", recipe.algorithm_class, "algorithm", "train"))
+    if trains(recipe) and recipe.loss_fn.custom:
+        path, arguments = recipe.loss_fn.custom, recipe.loss_fn.custom_kwargs
+        references.append(CodeReference("loss_fn.custom", path, "loss", "train", arguments, needs=asdict(build(recipe).needs)))
     if trains(recipe):
         sets = keyed_sets(recipe.data).items()
         realm, names = "train", {key: dataset.dataset_name for key, dataset in sets}
@@ -128,8 +142,12 @@ def source_of(reference: CodeReference, recipe: Recipe) -> Path | None:
     """Return the file that a reference names or that holds its module; None if the module is installed or missing."""
     if reference.file is not None:
         return reference.file
-    module, _ = user_code.split(reference.path)
-    spec = module_spec(module, places(recipe)) if folder_of(reference, recipe) else None
+    return module_file(reference.path, recipe) if folder_of(reference, recipe) else None
+
+
+def module_file(path: str, recipe: Recipe) -> Path | None:
+    """Return the source of the module of a dotted path; None if there is none here. Nothing is imported."""
+    spec = module_spec(user_code.split(path)[0], places(recipe))
     return Path(spec.origin) if spec is not None and spec.origin and os.path.isfile(spec.origin) else None
 
 
@@ -164,8 +182,8 @@ def _is_trusted(reference: CodeReference, recipe: Recipe, trust: Trust, trusted:
 
 
 def _read(reference: CodeReference, folders: Sequence[Path], checks_imports: bool = True) -> dict[str, Any]:
-    kwargs = sorted(reference.kwargs)
-    return bounded.call(lambda: user_source.describe(reference.path, reference.role, kwargs, folders, checks_imports))
+    about = reference.path, reference.role, reference.kwargs
+    return bounded.call(lambda: user_source.describe(*about, folders, checks_imports))
 
 
 def processed(recipe: Recipe, trust: Trust, path: str, records: Sequence[Record]) -> list[dict[str, Any]] | str:
@@ -219,6 +237,10 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
 
     executor: local, slurm or allocation. notes: receives code that could not be checked. answers: the result of `probe`.
     """
+    for group, ours in INSTALLED.items():
+        with collected(clashes := []):
+            entry_points.refuse_names_of_ours(group, ours)
+        yield from clashes
     references = code_references(recipe)
     if read := [reference for reference in references if "read" in answers[reference.key]]:
         what = ", ".join(f"{reference.key}={reference.path}" for reference in read)
@@ -265,7 +287,7 @@ def _probe(
 
     trusted: the folders to search, if the trust is not Trust.EVERYTHING.
     """
-    asked = {reference.key: (reference.path, reference.role, sorted(reference.kwargs)) for reference in references}
+    asked = {code.key: (code.path, code.role, code.kwargs, code.needs) for code in references}
     reply = _run(recipe, trust, trusted, {"asked": asked})
     return {reference.key: {"unchecked": reply} for reference in references} if isinstance(reply, str) else reply
 

@@ -21,6 +21,7 @@ import ast
 import builtins
 import difflib
 import functools
+import importlib.util
 import inspect
 import json
 import os
@@ -29,16 +30,19 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launch.executors.executor import ROOT
 from launch.preflight.signatures import absolute, module_spec, signature_of
+from pipeline.algorithms import custom_loss
+from pipeline.algorithms.algorithm import Needs
 from pipeline.data import processors
 from pipeline.environments import custom
 from pipeline.recipe import user_code, user_files
+from pipeline.rollout import engine_client
 
 MAX_SOURCE = 4 << 20
 """Largest module, in bytes."""
@@ -64,8 +68,13 @@ class CodeFault(Exception):
         self.reply = reply
 
 
-def describe_imported(path: str, role: str, kwargs: Sequence[str]) -> dict[str, Any]:
-    """Import the user's object at a path, and return the reply about it. role: as in `CodeReference`."""
+def describe_imported(
+    path: str, role: str, kwargs: Mapping[str, Any], needs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Import the user's object at a path, and return the reply about it. role, kwargs, needs: as in `CodeReference`.
+
+    A loss is called on a tiny batch, if torch is installed.
+    """
     try:
         loaded_object = user_code.load(path)
     except user_code.NotFound as error:
@@ -78,10 +87,14 @@ def describe_imported(path: str, role: str, kwargs: Sequence[str]) -> dict[str, 
         file, line = _innermost(error)
         message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({file}:{line})"
         return {"raised": message, "foreign": isinstance(error, ImportError | OSError | RuntimeError | AssertionError)}
-    return _reply_about(loaded_object, role, kwargs)
+    reply = _reply_about(loaded_object, role, kwargs)
+    if needs is None or "ok" not in reply or importlib.util.find_spec("torch") is None:
+        return reply
+    wrong = custom_loss.dry_call(path, loaded_object, dict(kwargs), Needs(**needs))
+    return {"wrong": wrong, "code": "wrong-type"} if wrong else reply
 
 
-def _reply_about(loaded_object: Any, role: str, kwargs: Sequence[str]) -> dict[str, Any]:
+def _reply_about(loaded_object: Any, role: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reply about an object or its stand-in."""
     if role in ("environment", "reward"):
         if wrong := custom.problem(loaded_object, kwargs, role):
@@ -89,6 +102,12 @@ def _reply_about(loaded_object: Any, role: str, kwargs: Sequence[str]) -> dict[s
         if form := custom.form_of(loaded_object):
             reply = {"ok": True, "fields": None if form.takes_any else form.named, "required": form.required}
             return {**reply, "named": form.named} if form.parameters and not inspect.isclass(loaded_object) else reply
+    elif role == "loss":
+        if found := custom_loss.problem(loaded_object, kwargs):
+            return {"wrong": found[1], "code": found[0]}
+    elif role == "rollout":
+        if wrong := engine_client.problem(loaded_object):
+            return {"wrong": wrong, "code": "wrong-type"}
     elif not callable(loaded_object):
         return {"wrong": f"it is a {type(loaded_object).__name__}, which cannot be called", "code": "wrong-type"}
     elif role == "processor" and (wrong := _takes_no_record(loaded_object)):
@@ -118,11 +137,11 @@ def _innermost(error: BaseException) -> tuple[str, int | None]:
 
 
 def describe(
-    path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path], checks_imports: bool = True
+    path: str, role: str, kwargs: Mapping[str, Any], folders: Sequence[Path], checks_imports: bool = True
 ) -> dict[str, Any]:
     """Return the reply about code at a dotted path, as far as the source shows it.
 
-    kwargs: names under `env.NAME.kwargs`. folders: searched in this order, after installed packages. checks_imports: whether
+    role, kwargs: of a `CodeReference`. folders: searched in this order, after installed packages. checks_imports: whether
     the imports of modules must exist.
     """
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from launch.recipes import foreign, gguf
+from launch.recipes import foreign, gguf, trust
 from pipeline import config
 from pipeline.config import Loaded, Recipe, refuse
 
@@ -21,4 +21,4 @@ def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
 
     A foreign recipe is translated, and GGUF files are dequantized.
     """
-    return gguf.with_folders(config.inspect(name, overrides, foreign.read))
+    return gguf.with_folders(config.inspect(name, overrides, foreign.read, may_import=trust.may_import))

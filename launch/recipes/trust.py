@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
@@ -42,6 +42,13 @@ def trusting(trust: Trust | None) -> Iterator[None]:
         yield
     finally:
         _given.reset(token)
+
+
+def may_import(path: str, folders: Collection[str]) -> bool:
+    """Return whether the module of a dotted path may be imported by this command. folders: the recipe's module_folders."""
+    trust, top = current(dry=True), path.partition(".")[0]
+    holders = [Path(folder) for folder in folders if os.path.isfile(f"{folder}/{top}.py") or os.path.isdir(f"{folder}/{top}")]
+    return trust is Trust.EVERYTHING or bool(trusted_folders(trust, holders[:1]))
 
 
 def trusted_folders(trust: Trust, folders: Iterable[Path]) -> list[Path]:

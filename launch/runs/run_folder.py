@@ -99,6 +99,13 @@ class RunFolder:
         return self.algorithm not in ALGORITHMS or ALGORITHMS[self.algorithm].trains_model
 
     @property
+    def samples(self) -> bool:
+        """Return whether the run has generate ranks. Of a user's algorithm, which is not imported here, its section tells."""
+        if self.algorithm in ALGORITHMS:
+            return self.algorithm in ONLINE
+        return self.value(f"{self.algorithm}.num_prompts_per_step") is not None
+
+    @property
     def model(self) -> str:
         """Return the policy's model_name; `unknown` if the recipe has none."""
         return str(self.value("policy.model_name", "unknown"))
@@ -144,14 +151,14 @@ class RunFolder:
         if not self.trains:
             return str(self.value("policy.generation.backend"))
         train = "Megatron-Core" if self.value("policy.megatron_cfg.enabled") else "FSDP2"
-        return f"{train}, {self.value('policy.generation.backend')}" if self.algorithm in ONLINE else train
+        return f"{train}, {self.value('policy.generation.backend')}" if self.samples else train
 
     @property
     def components(self) -> dict[str, dict[str, Any]]:
         """Return component's name -> its section of the recipe, in rank order."""
         environments = [section for section in self.value("env", {}).values() if isinstance(section, dict)]
         served = any(section.get("served_by") == "reward" for section in environments)
-        present = {"train": self.trains, "generate": self.algorithm in ONLINE, "reward": served}
+        present = {"train": self.trains, "generate": self.samples, "reward": served}
         return {name: self.value(f"cluster.{name}", {}) for name, is_there in present.items() if is_there}
 
     @property

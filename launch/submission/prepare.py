@@ -97,7 +97,8 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
     without GPUs too, whose plan nothing else needs; a plan imports torch and transformers. Raises RecipeError for a recipe that
     cannot be read.
     """
-    return examine_loaded(run_order(name, overrides), dry, plan_from, wants_plan)
+    with trust.trusting(trust.current(dry)):
+        return examine_loaded(run_order(name, overrides), dry, plan_from, wants_plan)
 
 
 def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = None, wants_plan: bool = False) -> Examination:

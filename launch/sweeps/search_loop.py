@@ -21,6 +21,7 @@ from typing import Any
 from launch.executors.slurm_client import SlurmError
 from launch.pages.document import add_plotly
 from launch.recipes import reading
+from launch.recipes.trust import Trust, trusting
 from launch.submission import run_control
 from launch.submission.prepare import examine
 from launch.sweeps import search_report, submission
@@ -275,7 +276,8 @@ class BegunSearch:
         self._executor, self._search = plan.executor, self._suite.search
         self._overrides = self._suite.overrides_of(self._search, plan.overrides)
         refuse(submission.package_problems(self._search))
-        recipe = reading.load(self._search.recipe, self._overrides)
+        with trusting(Trust.EVERYTHING):  # it was submitted
+            recipe = reading.load(self._search.recipe, self._overrides)
         self._max_steps = run_control.max_steps(recipe)  # of a trial; None if only its data bound it
         self._study = TrialStudy(folder.path, self._search, self._max_steps)
         self._expression = self._search.expression

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from launch.sweeps.expressions import Expression, fault
-from pipeline.config import Recipe, schema_validation
+from pipeline.config import recipe_class, schema_validation
 from pipeline.recipe.values import MISSING, Bool, Check, Float, Int, NotNegative, Positive, Text
 
 METRIC = re.compile(r"[A-Za-z_][\w./:-]*")
@@ -93,7 +93,7 @@ def is_whole(key: str, parameter: ParameterConfig) -> bool:
     Where the schema has no type, as for arguments of an optimizer, the range has whole numbers if its ends and its step are
     whole.
     """
-    section, kind, names = Recipe, None, key.split(".")
+    section, kind, names = recipe_class(None), None, key.split(".")
     while section and names:
         name, *names = names
         kind = schema_validation.fields(section).get(name)

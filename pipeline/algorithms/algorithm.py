@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import override
 
+from pipeline.algorithms import custom_loss
 from pipeline.recipe.problems import Problem
 
 if TYPE_CHECKING:
@@ -99,7 +100,12 @@ class Algorithm:
     @property
     def losses(self) -> Mapping[str, Loss]:
         """Name of a model that learns ("policy", "critic") -> its loss."""
-        return {"policy": self.loss}
+        return {"policy": self.policy_loss}
+
+    @property
+    def policy_loss(self) -> Loss:
+        """The user's loss if the recipe names one (loss_fn.custom), else `loss`."""
+        return custom_loss.of_recipe(self.recipe.loss_fn) or self.loss
 
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         """Return this batch's share of the policy's loss and of its metrics."""

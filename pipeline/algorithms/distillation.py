@@ -41,7 +41,7 @@ class Distillation(OnlineAlgorithm):
     """On-policy distillation. The only model that learns is the policy; teachers are frozen."""
 
     Section = DistillationConfig
-    reads = ("loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.zero_outside_topk", "teacher", SECTION)
+    reads = ("loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.zero_outside_topk", "rollout", "teacher", SECTION)
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)

@@ -56,7 +56,7 @@ class PPO(RewardedAlgorithm):
     """Proximal policy optimization with a critic."""
 
     Section = PPOConfig
-    reads = ("loss_fn", "value", "value_loss_fn")
+    reads = (*RewardedAlgorithm.reads, "value", "value_loss_fn")
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
@@ -76,7 +76,7 @@ class PPO(RewardedAlgorithm):
     @property
     @override
     def losses(self) -> Mapping[str, Loss]:
-        return {"policy": self.loss, "critic": self.critic_loss}
+        return {"policy": self.policy_loss, "critic": self.critic_loss}
 
     def critic_loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         """Return this batch's share of the critic's loss and of its metrics."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RewardedAlgorithm(OnlineAlgorithm):
     """Base of algorithms whose section is a `RewardedConfig` and whose policy learns with `policy_loss` in loss.py."""
 
-    reads = ("loss_fn", "data.curriculum")
+    reads = ("loss_fn", "data.curriculum", "rollout")
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
@@ -32,7 +32,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
         several = self.updates_per_epoch * self.epochs > 1
         several = several and not (loss.force_on_policy_ratio or loss.use_generation_logprobs)
         needed_early = filtered or loss.use_kl_in_reward  # something reads them before the first update
-        built_in = type(self).__module__.startswith(f"{__package__}.")  # a user's loss or estimate may need them
+        built_in = type(self).__module__.startswith(f"{__package__}.") and loss.custom is None  # a user's may need them
         deterministic = not _dropout(recipe.policy)  # else the log-probs of an update's own pass are others
         self.needs = Needs(
             entropy=loss.log_entropy or loss.entropy_coeff != 0,

@@ -1,12 +1,12 @@
 """Sections of the recipe that algorithms share or that losses read. Keys that mean the same as in NeMo-RL have its names."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from pipeline.algorithms.early_stop import EarlyStopConfig
-from pipeline.recipe.values import LIVE, Bool, Float, Int, NotNegative, Positive, interpolation
+from pipeline.recipe.values import LIVE, Bool, DottedPath, Float, Int, NotNegative, Positive, interpolation
 
 UNBOUNDED = 1_000_000  # steps, epochs or samples that are no limit; NeMo-RL's -1 becomes this
 
@@ -148,8 +148,13 @@ class OfflineConfig(EarlyStopConfig):
 
 @dataclass
 class LossConfig:
-    """The policy's loss. Distillation reads kl_type, mixed_kl_weight and zero_outside_topk; grpo and ppo the other keys."""
+    """The policy's loss. All read custom*; distillation kl_type, mixed_kl_weight, zero_outside_topk; grpo and ppo the rest."""
 
+    custom: DottedPath | None = None
+    """Dotted path of your own loss(outputs, batch, counts, **kwargs), which replaces the algorithm's for the policy
+    (pipeline/algorithms/custom_loss.py). null: the algorithm's."""
+    custom_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the custom loss."""
     reference_policy_kl_penalty: Annotated[Float, LIVE, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the reference policy."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"

@@ -123,6 +123,8 @@ from pipeline.config.schema import (
     generates,
     needs_triton,
     only_evaluates,
+    recipe_class,
+    rollout_function,
     runs_ahead,
     section,
     trains,

@@ -1,6 +1,7 @@
 """Keys of environments, `env.<name>`, and the registry of built-in kinds of environments.
 
-A new kind is one file in `pipeline/environments/` and one line in KINDS. Its class describes and checks its `kwargs`
+A new kind is one file in `pipeline/environments/` and one line in KINDS, or an entry point of an installed package in the group
+`hetstep.environments`. Its class describes and checks its `kwargs`
 (`pipeline/environments/environment.py`). Only modules of kinds that a recipe names are imported. The kwargs of your own kinds
 are checked where they are imported: `pipeline/environments/custom.py`.
 
@@ -19,10 +20,11 @@ from pydantic import ConfigDict, Field
 from pipeline.config import schema_validation
 from pipeline.config.policy import Precision, TokenizerConfig
 from pipeline.recipe import user_code
-from pipeline.recipe.problems import Problem
+from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.recipe.values import HF_OVERRIDES, Bool, Check, Float, Line, Positive, Text, interpolation, not_a_kind
+from pipeline.seams.entry_points import Registry
 
-KINDS = {
+_OURS = {
     "answer_tags": "pipeline.environments.answer_tags.AnswerTags",
     "calculator": "pipeline.environments.tools.CalculatorEnvironment",
     "code": "pipeline.environments.code.Code",
@@ -40,6 +42,8 @@ KINDS = {
     "tools": "pipeline.environments.tools.Tools",
     "verifiers": "pipeline.environments.verifiers.Verifiers",
 }
+KINDS = Registry("hetstep.environments", _OURS, str)
+"""Kind -> dotted path of its class."""
 
 
 @dataclass
@@ -86,7 +90,12 @@ class EnvironmentConfig:
     model_name and the keys after it are for kind reward_model.
     """
 
-    kind: Annotated[Kind | None, Field(description=f"One of {', '.join(KINDS)}; or {OWN_CODE}. null: see rewards.")] = None
+    kind: Annotated[
+        Kind | None,
+        Field(
+            description=f"One of {', '.join(KINDS.built_in)}; one of an installed package; or {OWN_CODE}. null: see rewards."
+        ),
+    ] = None
     rewards: Annotated[
         list[RewardConfig],
         Field(
@@ -158,8 +167,21 @@ class AnswerCheck:
 
 @functools.cache
 def kind_class(kind: str) -> Any:
-    """Return the class of a kind in KINDS, a subclass of `pipeline.environments.environment.Kind`."""
-    return user_code.load(KINDS[kind])
+    """Return the class of a kind in KINDS, a `pipeline.environments.environment.BuiltinEnvironment`.
+
+    Raises RecipeError if an installed package's class cannot be imported or is of another kind.
+    """
+    if kind in KINDS.built_in:
+        return user_code.load(KINDS[kind])
+    try:
+        loaded = user_code.load(path := KINDS[kind])
+    except Exception as error:
+        message = f"{KINDS[kind]} cannot be imported: {type(error).__name__}: {error}"
+        raise RecipeError(Problem(f"env.NAME.kind={kind}", "not-importable", message)) from error
+    if not (isinstance(loaded, type) and hasattr(loaded, "Arguments") and hasattr(loaded, "build")):
+        base = "pipeline.environments.environment.BuiltinEnvironment"
+        raise RecipeError(Problem(f"env.NAME.kind={kind}", "wrong-type", f"{path}: expected a class that derives from {base}"))
+    return loaded
 
 
 def read_kwargs(key: str, kind: str, kwargs: dict[str, Any]) -> tuple[Any, list[Problem]]:

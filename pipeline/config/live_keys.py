@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 from pipeline.algorithms import build
 from pipeline.config import config_tree, interpolation, loading, schema_validation, unused_keys
 from pipeline.config.config_tree import ConfigMapping, ConfigNode
-from pipeline.config.schema import Recipe, section
+from pipeline.config.schema import Recipe, recipe_class, section
 from pipeline.recipe.problems import Problem, RecipeError, refuse
 from pipeline.recipe.values import Live
 
@@ -34,10 +34,14 @@ class Change:
     new: Any
 
 
-@cache
 def patterns() -> tuple[str, ...]:
     """Return all live keys in the order of the schema, such as `policy.optimizer.kwargs.lr` and `data.datasets.*.weight`."""
-    return tuple(_patterns(Recipe, ""))
+    return _patterns_of(recipe_class(None))
+
+
+@cache
+def _patterns_of(schema: type) -> tuple[str, ...]:
+    return tuple(_patterns(schema, ""))
 
 
 def _patterns(kind: type, prefix: str) -> Iterator[str]:

@@ -14,10 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import config_tree, fixed_keys, interpolation, paths, schema_validation, unused_keys, yaml_text
+from pipeline.config import (
+    config_tree,
+    fixed_keys,
+    interpolation,
+    paths,
+    schema_validation,
+    unused_keys,
+    user_algorithm,
+    yaml_text,
+)
 from pipeline.config.config_tree import RECIPES, ConfigMapping, ConfigNode, ConfigValue
 from pipeline.config.recipe_checks import contradictions
-from pipeline.config.schema import Recipe
+from pipeline.config.schema import Recipe, recipe_class
+from pipeline.config.user_algorithm import MayImport
 from pipeline.recipe.problems import Problem, RecipeError, refuse
 
 
@@ -74,25 +84,29 @@ def inspect(
     overrides: Iterable[str] = (),
     read_foreign: ReadForeign | None = None,
     above: Sequence[ConfigMapping] = (),
+    may_import: MayImport = lambda path, folders: False,
 ) -> Loaded:
     """Return the recipe that `load` returns, together with its problems.
 
     Raise RecipeError if a file cannot be read, if an override is no `key=value`, or if no recipe remains without the unusable
     values. above: layers between the file and the overrides. read_foreign: a function that reads the recipes of other projects
-    (`launch/recipes/foreign.py`).
+    (`launch/recipes/foreign.py`). may_import: decides whether the class of a user's algorithm is imported; without it, only
+    those that are registered can be used.
     """
     overrides = list(overrides)
     if read_foreign is not None:
         path = find(name, foreign=True)
         if (layers := read_foreign(path, overrides)) is not None:
-            return _read(path, layers)
+            return _read(path, layers, may_import)
     path = find(name)
     given = Layers([*config_tree.load_layers(path), *above, layer(list(config_tree.parse_overrides(overrides)))])
-    return dataclasses.replace(_read(path, given), file=config_tree.short_path(path))
+    return dataclasses.replace(_read(path, given, may_import), file=config_tree.short_path(path))
 
 
-def read(path: Path) -> Recipe:
+def read(path: Path, may_import: MayImport | None = None) -> Recipe:
     """Return the recipe that `write` saved in a run folder. Raise RecipeError if it is not valid.
+
+    may_import: None: a stand-in takes the place of a user's algorithm.
 
     `write` saves resolved values. A reference to an environment variable is a later edit of the file, and is refused.
     """
@@ -101,7 +115,7 @@ def read(path: Path) -> Recipe:
         leaf.folder = None  # older versions wrote paths relative to the working directory
     fixed_keys.leave_out(tree)
     with interpolation.without_environment():
-        return _resolved(tree)
+        return _resolved(tree, may_import)
 
 
 def complete(values: dict[str, Any]) -> Recipe:
@@ -127,7 +141,7 @@ def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
             refuse(loaded.problems)
             return loaded.recipe
         section[last] = value
-    new, wrong = schema_validation.validate(Recipe, plain)
+    new, wrong = schema_validation.validate(type(recipe), plain)
     refuse(wrong)
     refuse(contradictions(new))
     return new
@@ -155,14 +169,14 @@ def _written(recipe: Recipe) -> dict[str, Any]:
     return interpolation.escaped(dataclasses.asdict(recipe))
 
 
-def _resolved(tree: ConfigMapping) -> Recipe:
+def _resolved(tree: ConfigMapping, may_import: MayImport | None) -> Recipe:
     """Return the recipe of a tree that sets every key. Raise RecipeError if it is not valid.
 
     If the tree lacks a key, somebody removed it on purpose, so its default does not apply.
     """
     for branch in tree.mappings():
         branch.replaces = True
-    loaded = _inspected(tree)
+    loaded = _inspected(tree, may_import=may_import)
     refuse(loaded.problems)
     return loaded.recipe
 
@@ -205,7 +219,7 @@ def layer(given: list[tuple[str, ConfigNode]]) -> ConfigMapping:
     return tree
 
 
-def _read(path: Path, given: Layers) -> Loaded:
+def _read(path: Path, given: Layers, may_import: MayImport) -> Loaded:
     tree = ConfigMapping({"name": ConfigValue(path.stem), "run_dir": ConfigValue(f"runs/{path.stem}")})
     for one in given.trees:
         paths.with_one_source(tree, one)
@@ -215,7 +229,7 @@ def _read(path: Path, given: Layers) -> Loaded:
         problems, faulty = [*problems, *lacking], [*faulty, "needs"]
         tree.drop("needs")
     paths.add_module_folders(tree, path)
-    loaded = _inspected(tree, given.notes, problems, faulty)
+    loaded = _inspected(tree, given.notes, problems, faulty, may_import)
     if given.environment:
         leaves = config_tree.from_plain(dataclasses.asdict(loaded.recipe), None).leaves()
         found = {
@@ -231,23 +245,31 @@ def _read(path: Path, given: Layers) -> Loaded:
 
 
 def _inspected(
-    given: ConfigMapping, notes: Iterable[str] = (), problems: Iterable[Problem] = (), faulty: Iterable[str] = ()
+    given: ConfigMapping,
+    notes: Iterable[str] = (),
+    problems: Iterable[Problem] = (),
+    faulty: Iterable[str] = (),
+    may_import: MayImport | None = None,
 ) -> Loaded:
     """Return the recipe of the tree `given` over the schema's defaults, with its problems.
 
     Unusable values are dropped until the rest is usable. notes, problems, faulty: those of earlier steps, which are included.
     """
     found_problems, faulty = list(problems), set(faulty)
-    whole = _whole(given)
+    if wrong := user_algorithm.register(given, may_import, schema_validation.fields(recipe_class(""))):
+        found_problems.append(wrong)
+        faulty |= {"algorithm", *_leave_out_algorithm(given)}
+    schema = recipe_class(getattr(given.find("algorithm"), "value", ""))
+    whole = _whole(given, schema)
     readers = unused_keys.Readers.of_tree(whole)
-    for problem in schema_validation.unknown_keys(Recipe, whole, advice=readers):
+    for problem in schema_validation.unknown_keys(schema, whole, advice=readers):
         found_problems.append(problem)
         faulty.add(problem.key)
     origins = {key: leaf.origin for key, leaf in given.leaves() if leaf.origin}
     from_environment: dict[str, Any] = {}
     while True:
         from_environment.clear()
-        recipe, found = _attempt(given, faulty, readers, from_environment)
+        recipe, found = _attempt(given, schema, faulty, readers, from_environment)
         if not found:
             break
         found_problems += filter(None, found.values())
@@ -263,27 +285,40 @@ def _inspected(
     return Loaded(recipe, unique, origins, [*notes, *fixed_keys.notes(origins)], frozenset(faulty), **named)
 
 
-def _whole(given: ConfigMapping) -> ConfigMapping:
+def _leave_out_algorithm(given: ConfigMapping) -> list[str]:
+    """Drop a user's algorithm that cannot be used, and its section, whose keys are unknown. Return the section's key."""
+    name = str(getattr(given.find("algorithm"), "value", "")).split(".")[-2:][0]
+    for key in ("algorithm", "algorithm_class", name):
+        if given.find(key):
+            given.drop(key)
+    return [name]
+
+
+def _whole(given: ConfigMapping, schema: type[Any]) -> ConfigMapping:
     """Return a tree with the schema's defaults, in which copies of sections replace the references to them."""
-    tree = schema_validation.with_defaults(Recipe, given)
-    return schema_validation.with_defaults(Recipe, tree) if interpolation.expand(tree) else tree
+    tree = schema_validation.with_defaults(schema, given)
+    return schema_validation.with_defaults(schema, tree) if interpolation.expand(tree) else tree
 
 
 def _attempt(
-    given: ConfigMapping, faulty: set[str], readers: unused_keys.Readers, from_environment: dict[str, Any]
+    given: ConfigMapping,
+    schema: type[Any],
+    faulty: set[str],
+    readers: unused_keys.Readers,
+    from_environment: dict[str, Any],
 ) -> tuple[Recipe | None, dict[str, Problem | None]]:
     """Return (recipe, {key of an unusable value: its problem}). The recipe is None if unusable values prevent it.
 
     A problem is None if it only follows from a key in `faulty`. from_environment: as in `interpolation.resolve`.
     """
-    tree = _whole(given)
+    tree = _whole(given, schema)
     faults = paths.absolute(tree)
     written = {key: leaf for key, leaf in tree.leaves() if interpolation.interpolated(leaf.value)}
     unresolved = interpolation.resolve(tree, from_environment)
     faults |= paths.absolute(tree, {key: leaf.folder for key, leaf in written.items()})
     if any(isinstance(tree.find(key), ConfigMapping) for key in written):
-        tree = schema_validation.with_defaults(Recipe, tree)
-    recipe, wrong = schema_validation.validate_tree(Recipe, tree)
+        tree = schema_validation.with_defaults(schema, tree)
+    recipe, wrong = schema_validation.validate_tree(schema, tree)
     wrong += fixed_keys.problems(tree, readers.backend)
     faults |= {problem.key: problem for problem in wrong} | unresolved
     faults = {key: problem for key, problem in faults.items() if key not in faulty}

@@ -197,8 +197,14 @@ def add_module_folders(tree: ConfigMapping, recipe: Path) -> None:
         tree.set("module_folders", ConfigValue(list(dict.fromkeys(folders)), leaf.origin if leaf else None))
 
 
+CODE_KEYS = ("algorithm", "algorithm_class", "loss_fn.custom", "rollout")
+"""Keys whose value names user code if it has a dot."""
+
+
 def names_own_code(key: str, value: object) -> bool:
     """Return whether the value at a dotted key names user code."""
+    if key in CODE_KEYS:
+        return isinstance(value, str) and "." in value
     if any(fnmatch.fnmatchcase(key, one) for one in ("data.*.dataset_name", "evaluate.tasks.*.data.dataset_name")):
         return isinstance(value, str) and is_dotted_path(value)
     if fnmatch.fnmatchcase(key, "data.*.processor") or fnmatch.fnmatchcase(key, "evaluate.tasks.*.format"):

@@ -23,9 +23,10 @@ from pipeline.config import fixed_keys, live_keys, schema_validation, unused_key
 from pipeline.config.config_tree import RECIPES, REPLACES, ConfigMapping, ConfigValue
 from pipeline.config.environments import KINDS, kind_class
 from pipeline.config.formatting import on_one_line
-from pipeline.config.schema import Recipe
+from pipeline.config.schema import Recipe, recipe_class
 from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.recipe.values import MISSING
+from pipeline.seams import entry_points
 
 NAMES = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "string", "object": "mapping"}
 BOUNDS = {  # name in pydantic -> (keyword in JSON schema, name in messages)
@@ -38,6 +39,8 @@ REPLACED = {"type": "boolean", "description": "true: replace the inherited mappi
 NAME = "NAME"
 """Placeholder in a key for a name that the recipe gives, such as that of an environment."""
 LONGEST = 120  # characters of a default, at most
+GROUPS = {"algorithm": "hetstep.algorithms", "env.NAME.kind": "hetstep.environments", "policy.megatron_cfg": "hetstep.families"}
+"""Key -> group of entry points, whose parts its help lists."""
 KWARGS = f"env.{NAME}.kwargs"
 
 
@@ -119,7 +122,7 @@ def json_schema() -> dict[str, Any]:
     whole = json.loads(json.dumps(_described()))
     sections = whole.pop("$defs")
     environment = sections["EnvironmentConfig"]["allOf"] = []
-    for kind in KINDS:
+    for kind in KINDS.built_in:
         arguments = kind_class(kind).Arguments
         sections[arguments.__name__] = json.loads(json.dumps(_described(arguments)))
         condition = {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
@@ -162,28 +165,30 @@ def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def keys() -> dict[str, KeyReference]:
-    """Return dotted key -> its reference, for all keys. A section comes before its keys."""
-    return {key.name: key for key in _keys(_described(), "", schema_validation.with_defaults(Recipe, ConfigMapping()))}
+def keys(schema: type[Any] = Recipe) -> dict[str, KeyReference]:
+    """Return dotted key -> its reference, for all keys of a schema. A section comes before its keys."""
+    described, defaults = _described(schema), schema_validation.with_defaults(schema, ConfigMapping())
+    return {key.name: key for key in _keys(described, "", defaults, described["$defs"])}
 
 
 @cache
-def kwargs() -> dict[str, list[KeyReference]]:
-    """Return kind of environment -> the keys of its kwargs."""
+def kwargs(kinds: tuple[str, ...] | None = None) -> dict[str, list[KeyReference]]:
+    """Return kind of environment -> the keys of its kwargs. kinds: None: ours."""
     found = {}
-    for kind in KINDS:
+    for kind in KINDS.built_in if kinds is None else kinds:
         arguments = kind_class(kind).Arguments
-        found[kind] = list(_keys(_described(arguments), f"{KWARGS}.", schema_validation.defaults(arguments)))
+        described = _described(arguments)
+        found[kind] = list(_keys(described, f"{KWARGS}.", schema_validation.defaults(arguments), described.get("$defs", {})))
     return found
 
 
-def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping) -> Iterator[KeyReference]:
+def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping, sections: dict[str, Any]) -> Iterator[KeyReference]:
     for name, described in section["properties"].items():
         kinds = [kind for kind in described.get("anyOf", [described]) if kind != {"type": "null"}]
         values = kinds[0].get("additionalProperties")
         inner = values if isinstance(values, dict) and "$ref" in values else kinds[0]
         own = inner.get("$ref", "").rpartition("/")[2]
-        about = _described()["$defs"].get(own, {})
+        about = sections.get(own, {})
         given = defaults.find(name)
         default = (
             given.plain() if isinstance(given, ConfigMapping) else given.value if given else described.get("default", MISSING)
@@ -199,9 +204,8 @@ def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping) -> Iter
         )
         if own:
             below = f"{prefix}{name}.{NAME}." if inner is values else f"{prefix}{name}."
-            yield from _keys(
-                about, below, given if isinstance(given, ConfigMapping) and inner is not values else ConfigMapping()
-            )
+            inside = given if isinstance(given, ConfigMapping) and inner is not values else ConfigMapping()
+            yield from _keys(about, below, inside, sections)
 
 
 def _live(key: str) -> str:
@@ -248,37 +252,41 @@ def explained(key: str, kinds: Collection[str] | None = None) -> str:
     kinds: kinds of environments to list for `env.NAME.kwargs`; None: all. Raise RecipeError, which names the most similar key,
     for an unknown key.
     """
-    name = _generic(key)
+    schema = recipe_class(None)
+    name = _generic(key, schema)
     if name is None:
         tree = ConfigMapping()
         tree.set(key, ConfigValue(None))
         if fixed := fixed_keys.hint(key):
             raise RecipeError(Problem("help", "unknown-key", f"got '{key}'; {fixed}"))
-        problems = list(schema_validation.unknown_keys(Recipe, tree, advice=unused_keys.Readers.of_tree(tree)))
+        problems = list(schema_validation.unknown_keys(schema, tree, advice=unused_keys.Readers.of_tree(tree)))
         if not problems:  # the key is inside a value, not a section
             parent = key.rpartition(".")[0]
-            while _generic(parent) is None:
+            while _generic(parent, schema) is None:
                 parent = parent.rpartition(".")[0]
             raise RecipeError(Problem("help", "unknown-key", f"got '{key}'; {parent} is a value, not a section"))
         problem = problems[0]
         raise RecipeError(Problem("help", "unknown-key", f"got '{problem.key}', which {problem.message}"))
-    own = [keys()[name]] if name in keys() else []
-    lines = [*map(_paragraph, [*own, *_inside(name)])]
-    for kind, inside in kwargs().items() if name == KWARGS else ():
-        lines += ["", f"kind: {kind}", *map(_paragraph, inside)] if kinds is None or kind in kinds else []
+    own = [keys(schema)[name]] if name in keys(schema) else []
+    lines = [*map(_paragraph, [*own, *_inside(name, schema)])]
+    for kind, inside in kwargs(tuple(KINDS if kinds is None else kinds)).items() if name == KWARGS else ():
+        lines += ["", f"kind: {kind}", *map(_paragraph, inside)]
+    if name in GROUPS and (installed := entry_points.described(GROUPS[name])):
+        lines += ["", "of installed packages:", *(f"    {line}" for line in installed)]
     return "\n".join(lines)
 
 
-def _inside(section: str) -> list[KeyReference]:
+def _inside(section: str, schema: type[Any] = Recipe) -> list[KeyReference]:
     """Return the keys of a section, without those of its subsections."""
-    return [key for key in keys().values() if key.parent in (section, f"{section}.{NAME}".lstrip("."))]
+    return [key for key in keys(schema).values() if key.parent in (section, f"{section}.{NAME}".lstrip("."))]
 
 
-def _generic(key: str) -> str | None:
+def _generic(key: str, schema: type[Any] = Recipe) -> str | None:
     """Return a dotted key in the form of `keys`, in which NAME stands for a recipe's name; None if the schema lacks it."""
-    known, found = {*keys(), *(key.parent for key in keys().values())}, ""
+    ours = keys(schema)
+    known, found = {*ours, *(key.parent for key in ours.values())}, ""
     for part in filter(None, key.split(".")):
-        if found in keys() and keys()[found].type.startswith("mapping") and not keys()[found].section:
+        if found in ours and ours[found].type.startswith("mapping") and not ours[found].section:
             return found  # its values have no description
         candidates = [f"{found}.{name}".lstrip(".") for name in (part, NAME)]
         if (found := next((name for name in candidates if name in known), None)) is None:

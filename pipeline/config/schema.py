@@ -4,11 +4,12 @@ Keys that mean the same as in NeMo-RL have its names. `recipes/KEYS.md` lists al
 """
 
 from dataclasses import dataclass, field, make_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from functools import cache
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.algorithms import ALGORITHMS, ONLINE, build
+from pipeline.algorithms import ALGORITHMS, CLASSES, GROUP, ONLINE, build
 from pipeline.algorithms.ahead import AsyncConfig, settings
 from pipeline.algorithms.sections import LossConfig, OfflineConfig, OnlineConfig, ValueLossConfig
 from pipeline.config.checkpointing import CheckpointingConfig
@@ -21,6 +22,8 @@ from pipeline.recipe.values import (
     LIVE,
     MISSING,
     Bool,
+    Check,
+    DottedPath,
     Float,
     Folder,
     Int,
@@ -30,8 +33,9 @@ from pipeline.recipe.values import (
     Positive,
     Text,
     interpolation,
+    not_a_kind,
 )
-from pipeline.seams import extras
+from pipeline.seams import entry_points, extras
 
 # ---- data ----------------------------------------------------------------------------------------------------------------
 
@@ -231,29 +235,43 @@ class PlanConfig:
     recipes/hardware."""
 
 
-if TYPE_CHECKING:
-    AlgorithmName = str
-else:
-    AlgorithmName = Literal[tuple(ALGORITHMS)]
+def _not_an_algorithm(name: str) -> str | None:
+    if name in ALGORITHMS:
+        return None
+    known = (*CLASSES, *entry_points.find(GROUP))
+    return not_a_kind(name, known, f"one of: {', '.join(known)}; or the dotted path of a class")
 
 
 @dataclass
 class _Run:
     name: Line = MISSING
     """Name of the run. Default: the name of the recipe's file without .yaml."""
-    algorithm: AlgorithmName = MISSING
-    """Algorithm of the run. Its section of the recipe has the same name."""
+    algorithm: Annotated[
+        Line,
+        Check(_not_an_algorithm, "not-a-choice"),
+        Field(
+            description=f"Algorithm of the run: {', '.join(CLASSES)}; one of an installed package; or the dotted path of your"
+            " own class (pipeline/algorithms/README.md). Its section of the recipe has the same name, or that of your class's"
+            " file.",
+            json_schema_extra={"anyOf": [{"enum": list(CLASSES)}, {"type": "string", "pattern": "^\\w+(\\.\\w+)*$"}]},
+        ),
+    ] = MISSING
+    algorithm_class: DottedPath | None = None
+    """Dotted path of the class of an algorithm that is not one of ours. Set by `algorithm`."""
     run_dir: Folder = MISSING
     """Folder for the output of the run. If it exists, the run continues from its last checkpoint. Default: runs/<name>."""
     needs: list[Line] = field(default_factory=list)
     """Recipes that run first, each once, in runs/<name>."""
+    rollout: DottedPath | None = None
+    """Dotted path of your own `async def generate(engine, prompt, seed)`, which plays the episodes
+    (pipeline/rollout/engine_client.py). null: the policy answers, and the environment replies, in turn."""
     module_folders: list[Line] = field(default_factory=list)
     """Folders to search for your own modules, after PYTHONPATH. The folder of the recipe's file is added."""
 
 
 _Algorithms = make_dataclass(
     "_Algorithms",
-    [(name, algorithm.Section, field(default_factory=algorithm.Section)) for name, algorithm in ALGORITHMS.items()],
+    [(name, ALGORITHMS[name].Section, field(default_factory=ALGORITHMS[name].Section)) for name in CLASSES],
     bases=(_Run,),
 )
 
@@ -276,6 +294,21 @@ class Recipe(_Algorithms):
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+def recipe_class(name: object) -> type[Any]:
+    """Return the schema of recipes with the algorithm `name`: `Recipe`, and the section of a user's algorithm.
+
+    name: None: of all algorithms that are registered.
+    """
+    names = [other for other in ALGORITHMS if other not in CLASSES and name in (None, other)]
+    return _with_sections(*((other, ALGORITHMS[other].Section) for other in names)) if names else Recipe
+
+
+@cache
+def _with_sections(*added: tuple[str, type[Any]]) -> type[Recipe]:
+    fields = [(name, section, field(default_factory=section)) for name, section in added]
+    return make_dataclass(Recipe.__name__, fields, bases=(Recipe,))
 
 
 def generates(recipe: Recipe) -> bool:
@@ -306,6 +339,11 @@ def section(recipe: Recipe) -> OnlineConfig | OfflineConfig:
 def only_evaluates(recipe: Recipe) -> bool:
     """Return whether the run validates once and trains nothing."""
     return section(recipe).max_num_steps == 0
+
+
+def rollout_function(recipe: Recipe) -> str:
+    """Return the dotted path of the user's rollout function; "" for the built-in rollout."""
+    return recipe.rollout or "" if trains(recipe) else ""
 
 
 def engine_ranks(vllm: VLLMConfig) -> int:

@@ -17,7 +17,7 @@ from pipeline.config import aliases, fixed_keys, schema_validation
 from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, from_plain, within
 from pipeline.config.data import data_paths, keyed_sets
 from pipeline.config.parallelism import DTENSOR, MEGATRON, Backend, backend_of, named_backend
-from pipeline.config.schema import Recipe
+from pipeline.config.schema import Recipe, recipe_class
 from pipeline.recipe.problems import Problem
 from pipeline.seams import extras
 
@@ -81,7 +81,7 @@ class Readers(schema_validation.Advice):
             return f"the backend is Megatron-Core, which reads {MEGATRON}.{own[0]} instead, since the recipe has that section"
         if self.algorithm and self.algorithm not in read_by(key):
             return f"the algorithm is {self.algorithm}, which does not read it"
-        if self.algorithm and within(key, (self.algorithm,)) and not _may_have(key):
+        if self.algorithm and within(key, (self.algorithm,)) and not _may_have(key, self.algorithm):
             return f"the algorithm is {self.algorithm}, which has no such key"
         return None
 
@@ -117,7 +117,7 @@ class Readers(schema_validation.Advice):
             if within(key, pair[:1]) and not self.unread(pair[1]):
                 alternatives.append(pair[1])
         algorithm, _, rest = key.partition(".")
-        if algorithm in ALGORITHMS and _defaults().find(f"{self.algorithm}.{rest}"):
+        if algorithm in ALGORITHMS and _defaults(self.algorithm).find(f"{self.algorithm}.{rest}"):
             alternatives.append(f"{self.algorithm}.{rest}")
         if own := next((section for section in SECTIONS.values() if within(key, (section,))), None):
             others = [f"{section}.enabled=false" for section in SECTIONS.values() if section != own]
@@ -200,24 +200,24 @@ def _given(recipe: Recipe, origins: Mapping[str, str], references: References, w
     """Yield the keys that differ from the default, whose origin `wanted` accepts, and to which no key that is read refers."""
     readers = Readers.of(recipe)
     referred = {name for key, names in references.items() if not readers.unread(key) for name in names}
-    default, now = _defaults(), from_plain(recipe, None)
+    default, now = _defaults(recipe.algorithm), from_plain(recipe, None)
     for key, origin in origins.items():
         if wanted(origin) and not within(key, referred) and _value(default, key) != _value(now, key):
             yield key
 
 
-def _may_have(key: str) -> bool:
+def _may_have(key: str, algorithm: str) -> bool:
     """Return whether the schema has a key, or a section around it whose default is null or whose keys the user names."""
     around = key
     while around:
-        if (node := _defaults().find(around)) is not None:
+        if (node := _defaults(algorithm).find(around)) is not None:
             return around == key or not (isinstance(node, ConfigMapping) and node.children)
         around = around.rpartition(".")[0]
     return False
 
 
-def _defaults() -> ConfigMapping:
-    return schema_validation.with_defaults(Recipe, ConfigMapping())
+def _defaults(algorithm: str | None) -> ConfigMapping:
+    return schema_validation.with_defaults(recipe_class(algorithm or ""), ConfigMapping())
 
 
 def _value(tree: ConfigMapping, key: str) -> Any:

@@ -1,18 +1,33 @@
 """The model families that the Megatron-Core backend trains.
 
 Start with `family`, which defines what a family's module contains, and with `llama`, the simplest one. A new family is one
-module and one line of `FAMILIES`. Other families train with the FSDP2 backend, which uses transformers' own models.
+module and one line of `_OURS`, or the module of an installed package with an entry point in the group `hetstep.families`. Other
+families train with the FSDP2 backend, which uses transformers' own models.
 """
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 from typing import Any
 
 from pipeline.models import deepseek, gemma3, glm4, glm4_moe, gpt_oss, llama, moe, nemotron_h, qwen3_5
 from pipeline.models.family import Features, unsupported_model
+from pipeline.seams.entry_points import Registry
 
-FAMILIES: dict[str, ModuleType] = {
+
+def _installed(path: str) -> ModuleType:
+    """Return the module of an installed package that describes a family. Raises RecipeError if it is not one."""
+    try:
+        module = importlib.import_module(path)
+    except Exception as error:
+        raise unsupported_model(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    if missing := [name for name in ("transformer", "parameters") if not callable(getattr(module, name, None))]:
+        raise unsupported_model(f"the module {path} has no {' and no '.join(missing)}; expected those of models/family.py")
+    return module
+
+
+_OURS: dict[str, ModuleType] = {
     "llama": llama,
     "mistral": llama,
     "qwen2": llama,
@@ -28,6 +43,7 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5,
 }
+FAMILIES: Registry[ModuleType] = Registry("hetstep.families", _OURS, _installed)
 """`model_type` of a config.json -> the module that describes it."""
 
 

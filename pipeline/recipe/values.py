@@ -6,12 +6,14 @@ They refuse some values that Python converts: true is neither a number nor a tex
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, LiteralString
 
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, Strict
 from pydantic_core import PydanticCustomError, core_schema
+
+from pipeline.recipe.problems import RecipeError
 
 MISSING = "???"
 """Default of a key that the recipe must set."""
@@ -77,8 +79,13 @@ class Check:
         return core_schema.no_info_after_validator_function(self._passed, handler(kind))
 
     def _passed(self, value: Any) -> Any:
-        if (message := self.wrong(value)) is not None:
-            raise PydanticCustomError(self.code, "{message}", {"message": message})
+        code: Any = self.code
+        try:
+            message = self.wrong(value)
+        except RecipeError as error:  # of what the check reads, such as installed packages
+            code, message = error.problems[0].code, error.problems[0].message
+        if message is not None:
+            raise PydanticCustomError(code, "{message}", {"message": message})
         return value
 
 
@@ -104,7 +111,12 @@ IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[^:]+)")
 """A user's code in a file: the path of the file, and the name in it."""
 
 
-def not_a_kind(kind: str, kinds: Iterable[str], files: bool = False) -> str | None:
+def not_a_kind(
+    kind: str,
+    kinds: Collection[str],
+    expected: str = "a kind, or the dotted path of a class or a function",
+    files: bool = False,
+) -> str | None:
     """Return an error if `kind` is not one of `kinds` and cannot be the path of a user's code, else None.
 
     files: whether the path may be FILE.py:NAME too, not only a dotted path.
@@ -115,7 +127,7 @@ def not_a_kind(kind: str, kinds: Iterable[str], files: bool = False) -> str | No
     if files and (found := IN_FILE.fullmatch(kind)) and found["name"].isidentifier():
         return None
     near = difflib.get_close_matches(kind.lower(), list(kinds), 1, 0.75)
-    hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(kinds)}"
+    hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(kinds)}" if kinds else ""
     if ".py" in kind:
         hint = "For `right` in my_reward.py beside the recipe, give my_reward.right"
         hint += " or my_reward.py:right" if files else ""
@@ -123,7 +135,7 @@ def not_a_kind(kind: str, kinds: Iterable[str], files: bool = False) -> str | No
     if "-" in module and ("." in kind or "/" in kind):
         renamed = f"{module.replace('-', '_')}.py"
         hint = f"'{module}' has a hyphen, which no module's name can have. Rename the file to {renamed}"
-    return f"got '{kind}'; expected a kind, or the dotted path of a class or a function. {hint}"
+    return f"got '{kind}'; expected {expected}. {hint}".removesuffix(". ")
 
 
 # ---- texts that become lines of a batch script, or names of files and variables ---------------------------------------------
@@ -194,6 +206,8 @@ def _duration_error(text: str) -> str | None:
 Line = Annotated[Text, Check(_line_error)]
 Word = Annotated[Line, Check(_word_error)]  # `scontrol show job` separates its fields by blanks
 Folder = Annotated[Line, Check(_folder_error)]
+DottedPath = Annotated[Line, Check(lambda path: not_a_kind(path, (), "a dotted path, such as my_module.my_function"))]
+"""Of user code."""
 Duration = Annotated[Text, Check(_duration_error)]
 Variables = dict[Annotated[str, Check(_variable_error)], Annotated[Text, Check(_value_error)]]
 """Environment variables of ranks, whose values may be secrets. `env_vars` among the kwargs of a user's code may be anything."""

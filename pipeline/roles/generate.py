@@ -87,7 +87,7 @@ class GenerateRole:
     def _start_judges(self) -> JudgePool:
         settings = EnvironmentSettings.of(self._recipe)
         if self._serves == "judge":  # rank 0 reads its verdicts
-            settings = dataclasses.replace(settings, env={})
+            settings = dataclasses.replace(settings, env={}, function="")
         return JudgePool(settings, self.wakeup)
 
     def _lead(self, backend: GenerateBackend, judges: JudgePool) -> None:
@@ -95,7 +95,8 @@ class GenerateRole:
         self._environments = judges
         most, longest = backend.max_num_seqs, self._policy.generation.vllm_cfg.max_model_len
         broken = {name: environment.broken_reward for name, environment in self._recipe.env.items()}
-        self._driver = EpisodeDriver(backend, judges, self._lockstep, self._world, self.wakeup, most, longest, broken)
+        parts = backend, judges, self._lockstep, self._world, self.wakeup
+        self._driver = EpisodeDriver(*parts, most, longest, broken, config.rollout_function(self._recipe))
 
     # ---- weights ------------------------------------------------------------------------------------------------------------
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from pipeline.rollout.judges.environment_steps import StepRequest
 from pipeline.rollout.rollout_messages import RolloutWork
+from pipeline.rollout.seeds import sampling_seed
 from pipeline.types import NOTHING_SAID, Completion, Prompt, Request, Rollout, Turn, VersionSpan
-
-
-def sampling_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0) -> int:
-    """Return the seed of a completion, in [0, 2**63). It depends on the arguments alone, not on the engine or its requests."""
-    name = f"{seed}/{purpose}/{prompt}/{sample}" + (f"/{turn}" if turn else "")
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(eq=False, slots=True)
@@ -32,6 +27,7 @@ class Episode:
     extracted: str = ""
     notes: dict[str, str] = field(default_factory=dict)
     cut: bool = False  # end it as soon as possible
+    order: int = 0  # of a rollout function: how many began before it
 
     def __str__(self) -> str:
         return f"{self.work.purpose} prompt {self.prompt.index}, sample {self.sample}, turn {len(self.turns)}"
@@ -50,6 +46,11 @@ class Episode:
     def request_id(self) -> str:
         """The id of the request for the current turn, which is being drawn or comes next."""
         return f"{self.id}/{len(self.turns)}"
+
+    @property
+    def request_ids(self) -> Sequence[str]:
+        """The ids of the requests that are being drawn or come next."""
+        return (self.request_id,)
 
     @property
     def is_last_turn(self) -> bool:
@@ -72,13 +73,13 @@ class Episode:
         tokens_of_turns = [tokens for turn in self.turns for tokens in (turn.completion.tokens, turn.observation)]
         return np.concatenate([self.prompt.tokens, *tokens_of_turns]).astype(np.int32)
 
-    def request(self) -> Request:
-        """Return the request for the next turn."""
+    def requests(self) -> list[Request]:
+        """Return the requests that come next: one for the next turn."""
         seed = sampling_seed(self.work.seed, self.work.purpose, self.prompt.index, self.sample, len(self.turns))
         sampling, thinking = replace(self.work.sampling, thinking=None), self.work.sampling.thinking
         if thinking and self.is_thinking:
             sampling = replace(sampling, max_new_tokens=thinking.tokens, stop=(thinking.end,))
-        return Request(self.request_id, self.tokens, seed, sampling)
+        return [Request(self.request_id, self.tokens, seed, sampling)]
 
     def think(self, completion: Completion, max_length: int) -> bool:
         """Store a completion as a turn of thoughts if the policy's answer can begin after it, and return whether it can.

@@ -1,1 +1,1 @@
-"""The interfaces between the core and its extras: the table of extras, and the job's events. The core imports no extra."""
+"""What attaches to the core: extras, which the core never imports; the job's events; parts of installed packages."""

@@ -82,9 +82,7 @@ ALGORITHMS = ROOT / "pipeline/algorithms/README.md"
 
 def test_the_algorithm_has_its_keys(example):
     folder = example(ALGORITHMS)
-    write, explain, train, variant = page_commands(ALGORITHMS, folder)
-    assert run(folder, *write).returncode == 0
-    assert "| `gamma` | number, at least 0 | `2.0` |" in (folder / "recipes/KEYS.md").read_text()
+    explain, train, variant = page_commands(ALGORITHMS, folder)
     assert "focal.gamma: number, at least 0; default 2.0" in run(folder, *explain).stdout
     refused = run(folder, *train, "focal.gamma=0")
     assert refused.returncode == 2 and "focal.gamma: got 0" in refused.stderr and "[has-no-effect]" in refused.stderr
@@ -92,11 +90,21 @@ def test_the_algorithm_has_its_keys(example):
     assert refused.returncode == 2 and "median_grpo.num_generations_per_prompt: got 1" in refused.stderr
 
 
+@pytest.mark.full  # by default: tests/launch/preflight/test_user_imports.py and tests/algorithms/test_custom_loss.py
+def test_a_loss_is_checked_before_submission(example):
+    folder = example(ALGORITHMS)
+    command = ("launch/submit.py", "recipe=mine/my_loss.yaml", "trust=true", "dry_run=true", *ONE_ROLLOUT)
+    assert run(folder, *command).returncode == 0
+    (folder / "mine/my_loss.py").write_text("def mean(outputs, batch, counts): return -outputs.logprobs.mean()\n")
+    refused = run(folder, *command, "loss_fn={custom: my_loss.mean, custom_kwargs: {_override_: true}}")
+    assert refused.returncode == 2 and "its gradient depends on the microbatches" in refused.stderr
+
+
 @pytest.mark.full
 def test_the_algorithm_trains(example):
     folder = example(ALGORITHMS)
     train, variant = page_commands(ALGORITHMS, folder)[-2:]
-    assert train[-1] == "run_dir=runs/focal"
+    assert train[-1] == "run_dir=runs/focal" and variant[-1] == "run_dir=runs/median"
     quick = (*ONE_STEP, "focal.val_at_end=false", "focal.max_num_steps=2", "policy.train_global_batch_size=8")
     done = run(folder, *train, *quick, "policy.scheduler=null")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -145,6 +153,18 @@ def test_the_environment_has_its_keys(example):
 def test_the_environment_judges(example):
     judged = run(example(ENVIRONMENTS), "-c", JUDGE)
     assert judged.stdout.strip() == "[1.0, 0.8, 0.0, 0.0]", judged.stderr
+
+
+def test_the_rollout_plays(example):
+    """The second turns follow the example's words, which the loss leaves out."""
+    folder = example(ENVIRONMENTS)
+    done = run(folder, "launch/submit.py", "recipe=mine/second_try.yaml", *ONE_ROLLOUT, "policy.max_total_sequence_length=64")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rollouts = [json.loads(line) for line in (folder / "runs/second_try/rollouts/step_000001.jsonl").open()]
+    told = [[turn["told"] for turn in rollout["turns"]] for rollout in rollouts if not rollout["reward"]]
+    assert len(rollouts) == 4 and told and all(texts == ["\nthat is wrong; try again: ", ""] for texts in told)
+    (step,) = [step for step in steps(folder / "runs/second_try") if "train/reward" in step]
+    assert step["train/env_failures"] == step["train/broke_judge"] == 0
 
 
 @pytest.mark.full

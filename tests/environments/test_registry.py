@@ -157,7 +157,7 @@ class Toy(BuiltinEnvironment):
 def test_a_new_environment_is_one_file_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "toy_environment.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(KINDS, "toy", "toy_environment.Toy")
+    monkeypatch.setitem(KINDS.built_in, "toy", "toy_environment.Toy")
     recipe = load(RECIPE, ["env.x.kind=toy", "env.x.kwargs.word=aye"])
     environment = build(recipe.env)["x"]
     assert [environment.step(PROMPT, text).reward for text in ("no", "aye or aye", "aye " * 9)] == [0.0, 2.0, 3.0]

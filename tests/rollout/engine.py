@@ -142,6 +142,7 @@ class Bench:
         environments: dict[str, Environment] | Callable[[threading.Event], JudgePool],
         max_num_seqs: int = 32,
         broken_rewards: dict[str, float] | None = None,
+        function: str = "",
     ):
         """environments: run in threads of this process; or a function from its wakeup to their judges."""
         engine = _engine(checkpoint.folder)
@@ -158,7 +159,7 @@ class Bench:
             executor = ThreadJudges(environments, tokenizer, observations, self.wakeup)
         lockstep = Lockstep(None)
         parts = self.engine, executor, lockstep, self.world, self.wakeup
-        self.driver = EpisodeDriver(*parts, max_num_seqs, MAX_MODEL_LEN, broken_rewards)
+        self.driver = EpisodeDriver(*parts, max_num_seqs, MAX_MODEL_LEN, broken_rewards, function)
 
     def work(self, until: Callable[[], bool] = lambda: False) -> None:
         """Step until a verb waits, or all is done."""

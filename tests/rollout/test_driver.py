@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.environments.environment import Environment, Outcome
-from pipeline.rollout.episode import sampling_seed
+from pipeline.rollout.seeds import sampling_seed
 from pipeline.types import NOTHING_SAID, VersionSpan
 from tests.generate.tiny import MAX_MODEL_LEN, VOCAB, load
 from tests.rollout.engine import Bench, FixedTurns, by_place, prompts, work

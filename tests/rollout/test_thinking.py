@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.environments.environment import Environment, Outcome
 from pipeline.generate import build
-from pipeline.rollout.episode import sampling_seed
+from pipeline.rollout.seeds import sampling_seed
 from pipeline.types import Request, Thinking
 from tests.generate.tiny import EOS, MAX_MODEL_LEN, drain, policy
 from tests.rollout import engine as bench_module

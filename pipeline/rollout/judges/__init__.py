@@ -10,5 +10,7 @@ first turn, another judge takes the turn.
     parent.py             the parent process: loads the environments and forks judges
     group.py              in the parent process: the judges of one environment; chooses a judge for a turn, replaces dead ones
     judge_process.py      a judge: limits and the loop over its turns
+    function_steps.py     runs a user's rollout function between two completions
+    conversation_text.py  encodes and decodes its conversation
     environment_steps.py  one turn: decodes the answer, steps the environment, and encodes its observation
 """

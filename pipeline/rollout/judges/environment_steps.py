@@ -14,6 +14,7 @@ from pipeline import config
 from pipeline.config import EnvironmentConfig, Recipe, TokenizerConfig
 from pipeline.data.stop_strings import text_before_stop
 from pipeline.environments.environment import AnsweredTurn, Environment, Outcome, ProcessStuck, Unjudged
+from pipeline.rollout.function_messages import FunctionReply
 from pipeline.sandbox.limits import SandboxError
 from pipeline.types import REWARDS, Prompt, is_reward
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 GRACE_S = 2.0  # extra time for an environment with a time limit of its own to end what it started
 EXTRACTED_CHARACTERS = 500  # kept of an answer that an environment found in a text
-PARTS_BEFORE_ANSWER = ("", "build", "reset")
+FUNCTION_BEGIN, FUNCTION = "the function before its first turn", "the function"
+"""Parts of a call that runs a user's rollout function."""
+PARTS_BEFORE_ANSWER = ("", "build", "reset", FUNCTION_BEGIN)
 """Parts of a call before the environment sees the answer, so that the answer cannot cause a failure in them."""
 
 Begin = Callable[[str], None]
@@ -45,13 +48,15 @@ class EnvironmentSettings:
     max_steps: int = 0  # of the run
     grace_s: float = GRACE_S
     apart: dict[str, int] = field(default_factory=dict)  # environments that each judge builds for itself -> their workers
+    function: str = ""  # dotted path of the user's rollout function; "": the built-in rollout
 
     @classmethod
     def of(cls, recipe: Recipe) -> EnvironmentSettings:
         """Return the settings of a recipe of an online algorithm."""
         section: Any = config.section(recipe)  # of an algorithm that samples
         chat, steps = recipe.data.apply_chat_template, getattr(section, "max_num_steps", 0)  # an evaluation has no steps
-        return cls(recipe.env, recipe.policy.tokenizer, chat, section.max_rollout_turns, sys.path, steps)
+        parts = recipe.env, recipe.policy.tokenizer, chat, section.max_rollout_turns, sys.path, steps
+        return cls(*parts, function=config.rollout_function(recipe))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -79,6 +84,11 @@ class StepOutcome:
     observation: np.ndarray | None  # [O] int32; None if the episode is over, or there is no room for it and one more token
     extracted: str = ""  # see Outcome; at most EXTRACTED_CHARACTERS
     notes: dict[str, str] = field(default_factory=dict)  # see Outcome; each at most EXTRACTED_CHARACTERS
+    function: FunctionReply | None = None  # of a rollout function
+
+
+GOES_ON = np.zeros(0, np.int32)
+"""The observation of an outcome of a rollout function that waits for completions."""
 
 
 @dataclass(frozen=True, slots=True)

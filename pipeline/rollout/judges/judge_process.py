@@ -26,7 +26,9 @@ import msgspec
 
 from pipeline.environments.environment import JudgeLimits, ProcessStuck
 from pipeline.files.encoding import decode, encode
+from pipeline.rollout.function_messages import FunctionCall
 from pipeline.rollout.judges.environment_steps import (
+    FUNCTION,
     PARTS_BEFORE_ANSWER,
     EnvStepper,
     StepOutcome,
@@ -35,6 +37,7 @@ from pipeline.rollout.judges.environment_steps import (
     failure_of,
     is_final,
 )
+from pipeline.rollout.judges.function_steps import FunctionStepper
 from pipeline.sandbox import linux
 
 NAME = b"hetstep-judge"
@@ -42,7 +45,7 @@ NAME = b"hetstep-judge"
 OOM_SCORE = 750
 """A judge's value for linux.raise_oom_score. Its parent has 500, the guard of a sandboxed program 999."""
 TRACEBACK_CHARS = 4000  # the last characters of a traceback
-PARTS = (*PARTS_BEFORE_ANSWER, "decoding the answer", "step", "its answer")
+PARTS = (*PARTS_BEFORE_ANSWER, "decoding the answer", "step", "its answer", FUNCTION)
 
 
 class EnvCommand(msgspec.Struct, array_like=True):
@@ -120,7 +123,9 @@ class Progress:
         return PARTS[part], begun
 
 
-def run(connection: socket.socket, progress: Progress, limits: JudgeLimits, load: Callable[[], EnvStepper]) -> None:
+def run(
+    connection: socket.socket, progress: Progress, limits: JudgeLimits, load: Callable[[], EnvStepper | FunctionStepper]
+) -> None:
     """Judge turns until the parent sends the command to end.
 
     load: a function that builds the stepper.
@@ -141,6 +146,9 @@ def run(connection: socket.socket, progress: Progress, limits: JudgeLimits, load
     if limits.variables is not None:
         _keep_variables(limits.variables)
     progress.begin("")
+    if isinstance(stepper, FunctionStepper):
+        asyncio.run(_serve_function(connection, stepper, progress))
+        return
     for command in messages(connection.makefile("rb"), EnvCommand):
         if command.request:
             begun = time.process_time()
@@ -156,19 +164,54 @@ def run(connection: socket.socket, progress: Progress, limits: JudgeLimits, load
             return
 
 
+async def _serve_function(connection: socket.socket, stepper: FunctionStepper, progress: Progress) -> None:
+    """Run a rollout function until the parent sends the command to end. The function's tasks go on between two calls."""
+    judge = os.getpid()
+    reader, writer = await asyncio.open_connection(sock=connection)
+    while True:
+        try:
+            command, _ = await read_message(reader, EnvCommand)
+        except (asyncio.IncompleteReadError, OSError):
+            return  # the parent is gone
+        if command.request:
+            begun = time.process_time()
+            try:
+                outcome = await stepper.step(decode(command.request, FunctionCall), progress.begin)
+                reply = _reply(stepper, command, outcome, is_final(False, outcome))
+            except BaseException as error:
+                reply = _failure(stepper, command, error, progress)
+            if os.getpid() != judge:
+                os._exit(0)  # a fork that the function has made
+            reply.cpu_s = time.process_time() - begun
+            writer.write(frame(reply))
+            await writer.drain()
+        elif command.episode:
+            stepper.forget(command.episode)
+        else:
+            stepper.environment.close()
+            return
+
+
 def _judge(stepper: EnvStepper, command: EnvCommand, progress: Progress) -> EnvReply:
     try:
         request = decode(command.request, StepRequest)
         outcome = stepper.step(request, progress.begin)
     except BaseException as error:  # SystemExit too, which would end the judge
+        return _failure(stepper, command, error, progress)
+    return _reply(stepper, command, outcome, is_final(request.last, outcome))
+
+
+def _reply(stepper: EnvStepper | FunctionStepper, command: EnvCommand, outcome: StepOutcome, final: bool) -> EnvReply:
+    if final:
         stepper.forget(command.episode)
-        failure, stuck = failure_of(error, progress.read()[0]), isinstance(error, ProcessStuck)
-        trace = encodable(traceback.format_exc()[-TRACEBACK_CHARS:])
-        return EnvReply(command.call, None, failure.why, failure.of_answer, stuck=stuck, traceback=trace)
-    if is_final(request.last, outcome):
-        stepper.forget(command.episode)
-        return EnvReply(command.call, outcome)
-    return EnvReply(command.call, outcome, open=True)
+    return EnvReply(command.call, outcome, open=not final)
+
+
+def _failure(stepper: EnvStepper | FunctionStepper, command: EnvCommand, error: BaseException, progress: Progress) -> EnvReply:
+    stepper.forget(command.episode)
+    failure, stuck = failure_of(error, progress.read()[0]), isinstance(error, ProcessStuck)
+    trace = encodable("".join(traceback.format_exception(error))[-TRACEBACK_CHARS:])
+    return EnvReply(command.call, None, failure.why, failure.of_answer, stuck=stuck, traceback=trace)
 
 
 def _bound_memory(extra: int) -> None:

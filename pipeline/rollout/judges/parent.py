@@ -34,13 +34,16 @@ from pipeline.environments.environment import Environment
 from pipeline.files import rank_log
 from pipeline.files.encoding import decode
 from pipeline.recipe import user_code
+from pipeline.rollout.engine_client import load_function
 from pipeline.rollout.judges import judge_process
+from pipeline.rollout.judges.conversation_text import ConversationText
 from pipeline.rollout.judges.environment_steps import (
     EnvironmentSettings,
     EnvStepper,
     brief,
     encodable,
 )
+from pipeline.rollout.judges.function_steps import FunctionStepper
 from pipeline.rollout.judges.group import CLOSE_S, ForkedJudge, JudgeGroup
 from pipeline.rollout.judges.judge_process import EnvCommand, EnvReply, Progress, frame, read_message
 from pipeline.sandbox import linux, processes
@@ -79,6 +82,7 @@ class Parent:
         self._connection, self._settings = connection, settings
         self._tokenizer = load_tokenizer(settings.tokenizer)
         self._observations = Observations(self._tokenizer, settings.tokenizer, settings.chat) if settings.turns > 1 else None
+        self._function = load_function(settings.function) if settings.function else None
         linux.raise_open_files()  # each open session of an interpreter uses four
         self.built: dict[str, Environment] = {}
         self.threaded: dict[str, int] = {}  # environments that have started threads -> their workers
@@ -179,9 +183,12 @@ class Parent:
                 sys.stdout.flush()
             os._exit(status)
 
-    def _stepper(self, group: JudgeGroup) -> EnvStepper:
+    def _stepper(self, group: JudgeGroup) -> EnvStepper | FunctionStepper:
         environment = group.environment or build_environments.build(self._settings.env, [group.name])[group.name]
-        return EnvStepper(environment, self._tokenizer, self._observations, self._settings.max_steps)
+        if self._function is None:
+            return EnvStepper(environment, self._tokenizer, self._observations, self._settings.max_steps)
+        parts = self._tokenizer, self._settings.tokenizer, self._settings.chat, self._observations
+        return FunctionStepper(self._function, environment, ConversationText(*parts))
 
     def _reap(self) -> None:
         """Collect the children that have ended: judges, and processes that ended judges have left."""

@@ -16,6 +16,7 @@ import time
 from collections import deque
 
 from pipeline.files.encoding import encode
+from pipeline.rollout.function_messages import FunctionCall
 from pipeline.rollout.judges import parent_process
 from pipeline.rollout.judges.environment_steps import (
     CallFailure,
@@ -46,13 +47,14 @@ class JudgePool:
     def __init__(self, settings: EnvironmentSettings, wakeup: threading.Event) -> None:
         """Start the process, if there is an environment to load, without waiting until the environments are loaded."""
         self._settings, self._wakeup = settings, wakeup
-        self._elsewhere = {name for name, environment in settings.env.items() if environment.kind == "reward_model"}
+        scored = {name for name, environment in settings.env.items() if environment.kind == "reward_model"}
+        self._elsewhere = set() if settings.function else scored
         self._process = self._next() if settings.env.keys() - self._elsewhere else None
         self._number = 0
-        self._calls: dict[int, StepRequest] = {}  # without an answer
+        self._calls: dict[int, StepRequest | FunctionCall] = {}  # without an answer
         self._begun: set[int] = set()  # calls that a judge has taken
-        self._waiting: deque[StepRequest] = deque()  # requests that are not sent yet
-        self._suspects: deque[StepRequest] = deque()  # requests that were judged when the process died; judged again, alone
+        self._waiting: deque[StepRequest | FunctionCall] = deque()  # requests that are not sent yet
+        self._suspects: deque[StepRequest | FunctionCall] = deque()  # judged when the process died; judged again, alone
         self._alone = False  # the only open call is a suspect
         self._held: dict[str, ParentProcess] = {}  # process of each episode that has not ended
         self._answers: list[tuple[str, StepOutcome | CallFailure]] = []  # that no judge gave
@@ -78,7 +80,7 @@ class JudgePool:
                 raise RuntimeError(f"the environments' process {self._process.end()} before its environments were loaded")
             self._take(report)
 
-    def submit(self, request: StepRequest) -> None:
+    def submit(self, request: StepRequest | FunctionCall) -> None:
         """Let the environment judge a turn."""
         if request.environment in self._elsewhere:
             self._answers.append((request.episode, SCORED_ELSEWHERE))
@@ -96,7 +98,7 @@ class JudgePool:
         while self._waiting and not self._alone:
             self._send(self._waiting.popleft())
 
-    def _send(self, request: StepRequest) -> None:
+    def _send(self, request: StepRequest | FunctionCall) -> None:
         assert self._process is not None
         begins = request.prompt is not None
         if begins:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import submit
+from launch.governance import inputs
 from launch.preflight import input_files, user_imports
 from launch.preflight.container_images import _needs
 from launch.recipes.trust import Trust
@@ -33,6 +34,11 @@ class Scaled(Environment):
 class NoStep(Environment):
     def reset(self, prompt): return prompt
 def rows(split, seed): return []
+async def play(engine, prompt, seed): ...
+def not_async(engine, prompt, seed): ...
+async def two(engine, prompt): ...
+def loss(outputs, batch, counts, *, most=1.0): return most * -outputs.logprobs[batch.loss_mask].sum() / counts.tokens
+def mean(outputs, batch, counts): return -outputs.logprobs.mean()
 """,
     "needs_torch.py": "import no_such_package\ndef right(prompt, answer): return 1.0\n",
     "broken.py": "print('noise')\nright = nonsense\n",
@@ -95,6 +101,15 @@ def test_a_function_next_to_the_recipe_is_found_from_any_folder(folder):
         ),
         ("env.mine.kind=needs_torch.right", "needs_torch.py imports no_such_package, which is not installed here"),
         ("env.mine.kind=broken.right", "nonsense"),
+        ("rollout=rewards_of_mine.not_async", "rollout: rewards_of_mine.not_async: got a function that is not async; expected"),
+        (
+            "rollout=rewards_of_mine.two",
+            "rollout: rewards_of_mine.two: got parameters (engine, prompt); expected (engine",
+        ),
+        (
+            "loss_fn.custom=rewards_of_mine.loss loss_fn.custom_kwargs.least=1",
+            "loss_fn.custom_kwargs: rewards_of_mine.loss: ",
+        ),
         ("env.mine.kind=unread.right", "cannot be imported: SyntaxError: "),
         (
             "data.train={_override_: true, dataset_name: rewards_of_mine.columns}",
@@ -107,6 +122,17 @@ def test_wrong_user_code_is_refused_whether_it_is_imported_or_read(folder, overr
     problems, notes = examined(folder, *(shlex.split(overrides) if "{" not in overrides else [overrides]), trust=trust)
     assert says.format(folder=folder) in problems[0], problems
     assert len(notes) == (trust is Trust.LISTED)
+
+
+def test_a_rollout_and_a_loss_are_checked_and_recorded(folder):
+    given = ("rollout=rewards_of_mine.play", "loss_fn.custom=rewards_of_mine.loss", "loss_fn.custom_kwargs.most=2.0")
+    assert examined(folder, *given) == ([], [])
+    recipe = config.inspect(str(folder / "mine.yaml"), given).recipe
+    recorded = {entry["key"]: entry for entry in inputs.of_recipe(recipe) if entry["role"] == "code"}
+    assert recorded.keys() == {"env.mine.kind", "rollout", "loss_fn.custom"}
+    assert all(entry["files"][0]["path"] == str(folder / "rewards_of_mine.py") for entry in recorded.values())
+    (problem,), _ = examined(folder, "loss_fn.custom=rewards_of_mine.mean")  # a call on a tiny batch shows it
+    assert "rewards_of_mine.mean: its gradient depends on the microbatches" in problem
 
 
 @pytest.mark.parametrize("trust", [Trust.EVERYTHING, Trust.LISTED])

@@ -1,0 +1,126 @@
+"""The state of an episode that a user's rollout function plays, on the engine's rank.
+
+The rank keeps every completion itself. The function's process names the last turn of its conversation, so neither tokens nor
+log-probs of a rollout come from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from typing_extensions import override
+
+from pipeline.rollout.episode import Episode
+from pipeline.rollout.function_messages import Draw, EpisodeSettings, FunctionCall
+from pipeline.rollout.judges.environment_steps import StepOutcome
+from pipeline.types import NOTHING_SAID, Completion, Request, Rollout, Turn, VersionSpan
+
+UNREWARDED = "its function let EpisodeEnded pass before a turn had a reward"
+
+
+@dataclass(eq=False, slots=True)
+class FunctionEpisode(Episode):
+    """One episode of a group."""
+
+    function: str = ""  # the dotted path
+    begun: bool = False  # the function's first call was sent
+    draws: dict[int, Draw] = field(default_factory=dict)  # by number
+    completions: dict[int, Completion] = field(default_factory=dict)  # of the draws that have ended, by number
+    next_draws: list[Draw] = field(default_factory=list)  # that the engine does not have yet
+    unsent: list[int] = field(default_factory=list)  # completions that the function does not have yet
+    ending: Rollout | None = None  # its rollout; the engine still has requests of it, which the function did not wait for
+
+    def __str__(self) -> str:
+        draws = f"{len(self.draws)} draws" if len(self.draws) != 1 else "1 draw"
+        return f"{self.work.purpose} prompt {self.prompt.index}, sample {self.sample}, {self.function} after {draws}"
+
+    @property
+    @override
+    def request_ids(self) -> list[str]:
+        return [self._id(number) for number in self.draws if number not in self.completions]
+
+    def _id(self, number: int) -> str:
+        return f"{self.id}/{number}"
+
+    @override
+    def requests(self) -> list[Request]:
+        draws, self.next_draws = self.next_draws, []
+        return [Request(self._id(draw.number), draw.tokens, draw.seed, draw.sampling) for draw in draws]
+
+    def receive(self, completion: Completion) -> None:
+        """Store a completion that the engine returned."""
+        number = int(completion.id.rpartition("/")[2])
+        self.completions[number] = completion
+        self.unsent.append(number)
+
+    def call(self, max_length: int) -> FunctionCall:
+        """Return the next call of the function. max_length: maximum tokens of a prompt and its episode together."""
+        settings, prompt = None, None
+        if not self.begun:
+            work = self.work
+            settings = EpisodeSettings(work.seed, work.purpose, self.sample, work.sampling, work.max_turns, max_length)
+            self.begun, prompt = True, self.prompt
+        completions, self.unsent = tuple((number, self.completions[number]) for number in self.unsent), []
+        return FunctionCall(self.id, str(self), self.prompt.environment, prompt, settings, completions, self.cut)
+
+    @property
+    def has_last_turn(self) -> bool:
+        """True if the function has a conversation of as many turns as it may have, so that it probably draws no more."""
+        return bool(self.completions) and len(self._numbers(next(reversed(self.completions)))) >= self.work.max_turns
+
+    def _numbers(self, last: int) -> list[int]:
+        """Return the draws of the conversation that ends in draw `last`, in order."""
+        numbers = [last]
+        while (previous := self.draws[numbers[-1]].previous) is not None:
+            numbers.append(previous)
+        return numbers[::-1]
+
+    def take(self, draws: tuple[Draw, ...]) -> None:
+        """Take the draws that the function asks for."""
+        self.draws |= {draw.number: draw for draw in draws}
+        self.next_draws += draws
+
+    def drop_next(self) -> None:
+        """Forget the draws that the engine does not have yet."""
+        for draw in self.next_draws:
+            del self.draws[draw.number]
+        self.next_draws = []
+
+    @override
+    def drawn_spans(self) -> list[VersionSpan]:
+        return [span for completion in self.completions.values() for span in completion.spans]
+
+    def ended_rollout(self, outcome: StepOutcome) -> Rollout:
+        """Return the rollout of a function that has returned, or that let EpisodeEnded pass."""
+        assert outcome.function is not None
+        if outcome.function.last is None:
+            return self.failed_rollout(NOTHING_SAID if self.cut else UNREWARDED)
+        turns = self._conversation(outcome.function.last)
+        if outcome.function.truncated:
+            turns[-1] = replace(turns[-1], completion=replace(turns[-1].completion, finish="length"))
+        return Rollout(tuple(turns), outcome.reward, outcome.metrics, extracted=outcome.extracted)
+
+    @override
+    def cut_rollout(self) -> Rollout:
+        return self.failed_rollout(NOTHING_SAID)
+
+    @override
+    def _turns(self) -> tuple[Turn, ...]:
+        """Return the latest conversation that begins with the prompt, for an episode whose function has failed."""
+        ends = [number for number in self.completions if self._begins_with_prompt(number)]
+        return tuple(self._conversation(ends[-1])) if ends else ()
+
+    def _begins_with_prompt(self, number: int) -> bool:
+        first = self.draws[self._numbers(number)[0]]
+        return np.array_equal(first.tokens, self.prompt.tokens) and len(self.completions[number].tokens) > 0
+
+    def _conversation(self, last: int) -> list[Turn]:
+        """Return the turns up to draw `last`. The tokens between two of them are observations."""
+        numbers = self._numbers(last)
+        turns = [Turn(self.completions[number]) for number in numbers]
+        for place, (number, following) in enumerate(itertools.pairwise(numbers)):
+            length = len(self.draws[number].tokens) + len(self.completions[number].tokens)
+            turns[place] = replace(turns[place], observation=self.draws[following].tokens[length:])
+        return turns

@@ -1,0 +1,123 @@
+"""Run a user's rollout function in a judge: one call brings completions, and ends when the function waits for others."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline.environments.environment import Environment, Outcome
+from pipeline.rollout.engine_client import DrawnTurn, EngineClient, EpisodeEnded, RolloutFunction
+from pipeline.rollout.function_messages import FunctionCall, FunctionReply
+from pipeline.rollout.judges.conversation_text import ConversationText
+from pipeline.rollout.judges.environment_steps import (
+    FUNCTION,
+    FUNCTION_BEGIN,
+    GOES_ON,
+    Begin,
+    StepOutcome,
+    checked_outcome,
+)
+from pipeline.rollout.seeds import sampling_seed
+from pipeline.types import Prompt
+
+ROUNDS = 3
+"""Rounds of the event loop after which a call ends, so that draws that begin together are sent together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenEpisode:
+    client: EngineClient
+    task: asyncio.Task[Any]
+
+
+class FunctionStepper:
+    """Runs a rollout function for the episodes of a judge, in the event loop of its process."""
+
+    def __init__(self, function: RolloutFunction, environment: Environment, text: ConversationText) -> None:
+        self.environment, self._function, self._text = environment, function, text
+        self._open: dict[str, _OpenEpisode] = {}
+        self._lock = asyncio.Lock()  # episodes may share the environment
+
+    async def step(self, call: FunctionCall, begin: Begin) -> StepOutcome:
+        """Run an episode's function until it waits for completions or returns. Raises its errors, and those of its result.
+
+        begin: called with the name of each part of the call when the part begins.
+        """
+        if call.prompt is not None:
+            begin("reset")
+            await self._begin(call, begin)
+        else:
+            begin(FUNCTION)
+        episode = self._open[call.episode]
+        episode.client.deliver(call.completions, call.cut)
+        await _settle(episode)
+        if not episode.task.done():
+            draws, episode.client.unsent = tuple(episode.client.unsent), []
+            episode.client.asked.clear()
+            return StepOutcome(0.0, {}, False, GOES_ON, function=FunctionReply(draws))
+        try:
+            turns = episode.task.result()
+        except EpisodeEnded as ended:
+            return _ended(episode.client, ended.turn)
+        return _outcome(episode.client.checked(turns))
+
+    async def _begin(self, call: FunctionCall, begin: Begin) -> None:
+        prompt, settings = call.prompt, call.settings
+        assert prompt is not None and settings is not None  # of a first call
+        state = await self._in_thread(self.environment.reset, prompt)
+
+        async def judge(text: str) -> Outcome:
+            return await self._in_thread(self.environment.step, state, text)
+
+        client = EngineClient(prompt, settings, judge, self._text)
+        begin(FUNCTION_BEGIN)
+        seed = sampling_seed(settings.seed, settings.purpose, prompt.index, settings.sample)
+        self._open[call.episode] = _OpenEpisode(client, asyncio.ensure_future(self._play(client, prompt, seed)))
+
+    async def _play(self, client: EngineClient, prompt: Prompt, seed: int) -> Any:
+        try:
+            return await self._function(client, prompt, seed)
+        except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop
+            raise RuntimeError(type(error).__name__) from error
+
+    async def _in_thread(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of an environment's method, which may run an event loop of its own; one call at a time."""
+        async with self._lock:
+            return await asyncio.to_thread(method, *arguments)
+
+    def forget(self, episode: str) -> None:
+        """End the function of an episode that has ended."""
+        if opened := self._open.pop(episode, None):
+            opened.task.cancel()
+            opened.client.close()
+
+
+async def _settle(episode: _OpenEpisode) -> None:
+    """Let a function run until it has ended or waits for the engine."""
+    for _ in range(ROUNDS):
+        await asyncio.sleep(0)
+    if episode.task.done() or episode.client.outstanding:
+        return
+    asked = asyncio.ensure_future(episode.client.asked.wait())
+    await asyncio.wait({episode.task, asked}, return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    for _ in range(ROUNDS):
+        await asyncio.sleep(0)
+
+
+def _outcome(turns: list[DrawnTurn], truncated: bool = False) -> StepOutcome:
+    reward, last = math.fsum(turn.reward or 0.0 for turn in turns), turns[-1]
+    reply = FunctionReply(last=last.number, truncated=truncated)
+    judged = checked_outcome(Outcome(reward, last.metrics, extracted=last.extracted))
+    return replace(judged, function=reply)
+
+
+def _ended(client: EngineClient, turn: DrawnTurn | None) -> StepOutcome:
+    """Return the outcome of an episode that can draw no further turn: the conversation so far, if it is rewarded."""
+    try:
+        return _outcome(client.checked(turn.conversation if turn else []), truncated=True)
+    except ValueError:  # no reward yet, or not the prompt's conversation
+        return StepOutcome(0.0, {}, True, None, function=FunctionReply())
