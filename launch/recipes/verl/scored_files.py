@@ -23,7 +23,7 @@ MOST_NAMES = 5  # values of data_source that a message lists
 
 
 @dataclass(frozen=True)
-class Score:
+class SourceScore:
     """A score of verl, as an environment here."""
 
     name: str  # of the environment
@@ -35,20 +35,20 @@ class Score:
 
 VERLS_OWN = "kind=verl.utils.reward_score.default_compute_score has verl's own score, where verl is installed"
 SCORES = (
-    Score(
+    SourceScore(
         "gsm8k",
         {"kind": "gsm8k"},
         "the last number of an answer counts, as verl's flexible score; its default, strict, reads only a number after ####;"
         f" env.gsm8k.{VERLS_OWN}",
         sources=("openai/gsm8k",),
     ),
-    Score(
+    SourceScore(
         "math",
         {"kind": "math"},
         f"math-verify compares the answers; verl compares the normalized text of the last box; env.math.{VERLS_OWN}",
         sources=("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
     ),
-    Score(
+    SourceScore(
         "dapo_math",
         {"kind": "math", "kwargs": {"math_verify_impl": "dapo_math_verify"}},
         "DAPO's rules compare the answers, as verl's math_dapo",
@@ -95,7 +95,7 @@ def translate(t: Translator, algorithm: str, has_environment: bool) -> None:
     _prompts(t)
     shaping(t, algorithm)
     custom = _custom_score(t)
-    scores: list[Score | None] = []
+    scores: list[SourceScore | None] = []
     for split, files_key, samples_key in (
         ("train", "data.train_files", "data.train_max_samples"),
         ("validation", "data.val_files", "data.val_max_samples"),
@@ -132,11 +132,13 @@ def _files(value: Any) -> list[str]:
     return [os.path.expanduser(str(path)) for path in (value if isinstance(value, list) else [value]) if path]
 
 
-def _data_sets(t: Translator, split: str, key: str, files: list[str], custom: Score | None, most: Any) -> list[Score | None]:
+def _data_sets(
+    t: Translator, split: str, key: str, files: list[str], custom: SourceScore | None, most: Any
+) -> list[SourceScore | None]:
     """Translate the files of a split, and return their scores."""
     names = _names(files)
     one, several = ("data.train", "data.datasets") if split == "train" else ("data.validation", "data.validations")
-    found: list[Score | None] = []
+    found: list[SourceScore | None] = []
     if len(files) > 1 and split == "train":
         t.put("data.train", None, key)
     for path, name in zip(files, names, strict=True):
@@ -170,7 +172,7 @@ def _names(files: list[str]) -> list[str]:
 # ---- scores ----------------------------------------------------------------------------------------------------------------
 
 
-def _custom_score(t: Translator) -> Score | None:
+def _custom_score(t: Translator) -> SourceScore | None:
     """Translate the user's own function, whose file's folder is among those of the user's modules."""
     for key in ("reward.custom_reward_function", "custom_reward_function"):
         path = t.get(f"{key}.path")
@@ -185,7 +187,7 @@ def _custom_score(t: Translator) -> Score | None:
         name = f"{file.stem}.{t.get(f'{key}.name') or 'compute_score'}"
         t.put("env.reward.kind", name, f"{key}.path")
         t.put("module_folders", [str(file.parent)], f"{key}.path")
-        return Score("reward", {"kind": name}, "")
+        return SourceScore("reward", {"kind": name}, "")
     manager_key = next((key for key in ("reward_model.reward_manager", "reward.reward_manager.name") if t.get(key)), "")
     manager = t.get(manager_key) if manager_key else "naive"
     if manager not in MANAGERS:
@@ -193,7 +195,7 @@ def _custom_score(t: Translator) -> Score | None:
     return None
 
 
-def _score(t: Translator, key: str, path: str) -> Score | None:
+def _score(t: Translator, key: str, path: str) -> SourceScore | None:
     """Return the score of a file's answers, and put its environment. Return None if it is not known."""
     sources = data_sources(Path(path))
     if sources is None:
@@ -230,7 +232,7 @@ def _refuse_unknown(t: Translator) -> None:
     t.problem("data.train_files", "missing-value", message)
 
 
-def score_of(source: str) -> Score | None:
+def score_of(source: str) -> SourceScore | None:
     """Return the score of a value of the column data_source; None if Hetstep has none of the same kind."""
     for score in SCORES:
         for known in score.sources:
