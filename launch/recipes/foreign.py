@@ -23,6 +23,7 @@ from pipeline.seams import extras
 
 NEVER_YAML = (*config_tree.NEVER_YAML, ".toml")
 OURS = ("cluster.train", "cluster.generate", "cluster.executor", "cluster.time_min", "run_dir", "needs")  # unknown to NeMo-RL
+TRLS = ("model_name_or_path", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
 NEMO_RLS = ("cluster.num_nodes", "cluster.gpus_per_node", *ONLINE, *OFFLINE)  # every NeMo-RL recipe has one of these
 
 
@@ -91,8 +92,17 @@ def _is_verl(source: ForeignSource) -> bool:
     return source.path.suffix == ".sh" and re.search(r"\bverl\.[\w.]*trainer", source.text) is not None
 
 
+def _is_trl(source: ForeignSource) -> bool:
+    if source.is_yaml:
+        tree = source.tree
+        return any(name in tree.children for name in TRLS) and "policy" not in tree.children and "stage" not in tree.children
+    starts = r"\btrl\s+[a-z]+\s|\btrl\.scripts\.|\.py\b[^#]*?\s--(model_name_or_path|config|learning_rate|output_dir)\b"
+    return source.path.suffix == ".sh" and re.search(starts, source.text, re.DOTALL) is not None
+
+
 FORMATS = (
     ForeignFormat("verl", "recipe", "a configuration of verl", _is_verl),
+    ForeignFormat("trl", "recipe", "a configuration of TRL", _is_trl),
     ForeignFormat("nemo_rl", "algorithm", "a recipe of NeMo-RL", _is_nemo_rl),  # last: it reads the parents of a file
 )
 
