@@ -7,6 +7,7 @@ loss.py. Settings of GRPO give the methods derived from it:
     DAPO          use_dynamic_sampling, ratio_clip_max above ratio_clip_min, overlong_filtering, reward_shaping
     GSPO          sequence_level_importance_ratios=true, token_level_loss=false
     CISPO         use_cispo=true
+    DPPO          use_dppo=true, use_generation_logprobs=true
     RLOO          use_leave_one_out_baseline=true, disable_ppo_ratio=true, normalize_rewards=false
     REINFORCE++   adv_estimator.name=reinforce_plus_plus
     MOPD          adv_estimator.name=opd, disable_ppo_ratio=true: teacher_assignment.py

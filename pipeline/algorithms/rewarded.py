@@ -97,6 +97,8 @@ class RewardedAlgorithm(OnlineAlgorithm):
         yield from problems(self.recipe, self.name)
         if self.recipe.loss_fn.use_cispo:
             yield from self._check_cispo()
+        if self.recipe.loss_fn.use_dppo:
+            yield from self._check_dppo()
         if self.recipe.loss_fn.force_on_policy_ratio:
             yield from self._check_on_policy()
         if self.recipe.loss_fn.use_generation_logprobs:
@@ -146,16 +148,31 @@ class RewardedAlgorithm(OnlineAlgorithm):
             yield Problem("loss_fn.use_kl_in_reward", "has-no-effect", message)
 
     def _check_cispo(self) -> Iterator[Problem]:
-        for name, required, reason in (
+        yield from self._required(
+            "use_cispo",
             ("disable_ppo_ratio", False, "needs the ratio"),
             ("force_on_policy_ratio", False, "needs a ratio other than 1"),
             ("sequence_level_importance_ratios", False, "weighs every token by its own ratio"),
             ("ratio_clip_c", None, "has no surrogate for a dual clip"),
             ("token_level_loss", True, "is a mean over tokens"),
-        ):
+        )
+
+    def _check_dppo(self) -> Iterator[Problem]:
+        yield from self._required(
+            "use_dppo",
+            ("use_cispo", False, "bounds probabilities, not ratios"),
+            ("disable_ppo_ratio", False, "needs the ratio"),
+            ("force_on_policy_ratio", False, "needs a policy other than the one that sampled"),
+            ("sequence_level_importance_ratios", False, "leaves out tokens, not sequences"),
+            ("ratio_clip_c", None, "does not clip the ratio"),
+        )
+
+    def _required(self, loss: str, *keys: tuple[str, object, str]) -> Iterator[Problem]:
+        """Yield a problem for each key that lacks the value that a loss requires. keys: (name, value, reason)."""
+        for name, required, reason in keys:
             if (value := getattr(self.recipe.loss_fn, name)) != required:
                 expected = "null" if required is None else str(required).lower()
-                message = f"got {str(value).lower()}; expected {expected} with loss_fn.use_cispo=true, which {reason}"
+                message = f"got {str(value).lower()}; expected {expected} with loss_fn.{loss}=true, which {reason}"
                 yield Problem(f"loss_fn.{name}", "contradiction", message)
 
     def _check_on_policy(self) -> Iterator[Problem]:
@@ -193,8 +210,11 @@ class RewardedAlgorithm(OnlineAlgorithm):
 
     def _check_truncation(self) -> Iterator[Problem]:
         loss, key = self.recipe.loss_fn, "loss_fn.truncated_importance_sampling"
-        kind, sequences = loss.truncated_importance_sampling_type, "loss_fn.sequence_level_importance_ratios"
+        kind = loss.truncated_importance_sampling_type
         high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
+        if loss.sequence_level_importance_weights and not loss.use_importance_sampling_correction:
+            message = "got true; expected false, since the loss has no importance weights"
+            yield Problem("loss_fn.sequence_level_importance_weights", "has-no-effect", message)
         if kind is None:
             for name, value in (("ratio", high), ("ratio_min", low)):
                 if value is not None:
@@ -211,7 +231,9 @@ class RewardedAlgorithm(OnlineAlgorithm):
             yield Problem(f"{key}_ratio_min", "missing-value", f"got null; expected a lower bound with {key}_type={kind}")
         if low is not None and high is not None and low > high:
             yield Problem(f"{key}_ratio_min", "too-large", f"got {low}; expected at most {key}_ratio={high}")
-        if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
+        level = "ratios" if loss.sequence_level_importance_ratios else "weights" if loss.sequence_level_importance_weights else ""
+        if kind == "seq-mask-tis" and level:
+            sequences = f"loss_fn.sequence_level_importance_{level}"
             message = f"got seq-mask-tis, which weights tokens; expected tis or icepop with {sequences}=true"
             yield Problem(f"{key}_type", "contradiction", message)
 
