@@ -1,6 +1,6 @@
 """Run a recipe with `python launch/submit.py recipe=NAME [key=value ...]`.
 
-A recipe of NeMo-RL, or a script of verl, works too: its keys are translated, and notes name those that change or have no effect.
+A recipe of NeMo-RL or verl works too: its keys are translated, and notes name those that change or have no effect.
 
 Exit status: 0 if the run succeeded, 1 if it failed, 2 if the recipe has problems (then nothing is submitted), 130 if cancelled.
 The same command again continues the run where it stopped.

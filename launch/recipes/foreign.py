@@ -1,7 +1,7 @@
 """Recognize recipes of other projects, and pass each to the extra that reads it.
 
 To add a format: write a package with a module that has `read(source: ForeignSource) -> Layers`, and add a line to `FORMATS` and
-one to `EXTRAS` in `pipeline/seams/extras.py`. A format is recognized here, so that a copy without the extra names what it lacks.
+one to `EXTRAS` in `pipeline/seams/extras.py`. A format is recognized here, so that a copy without the extra can name it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`python -m tests.foreign verl CLONE`: how many published recipes of a project resolve, translate and plan, and why the rest do not.
+"""`python -m tests.foreign verl CLONE`: how many published recipes of a project resolve, translate and plan.
+
+It lists why the others do not.
 
 A recipe resolves if its reader reads its file without a problem of values that are missing (a script may need variables),
 translates if nothing that it asks for is missing and its keys agree, and plans if `submit.py plan=true` would print a plan.
@@ -54,7 +56,9 @@ def outcome(recipe: verl_scripts.Published, arguments: list[str]) -> Outcome:
     if loaded.problems:
         return Outcome(recipe.name, tuple(loaded.problems), notes=tuple(loaded.notes))
     try:
-        plan(*backend_choice.choose(loaded.recipe))
+        chosen, choice = backend_choice.choose(loaded.recipe)
+        assert choice is not None, "a trained policy has a backend"
+        plan(chosen, choice)
     except RecipeError as error:
         return Outcome(recipe.name, (), unplanned=tuple(error.problems), notes=tuple(loaded.notes))
     return Outcome(recipe.name, (), notes=tuple(loaded.notes))

@@ -49,8 +49,8 @@ def as_layers(
 ) -> Layers:
     """Return the layers of a translated recipe.
 
-    ours: our keys on the command line. problems: more of them. default_origin: the origin of values that come from no key of the
-    recipe; default: the recipe's file.
+    ours: our keys on the command line. problems: more of them. default_origin: the origin of values that no key of the recipe
+    sets; default: the recipe's file.
     """
     found = [*tree.faults.values(), *independent(translation.problems, tree.faults), *problems]
     shown = config_tree.short_path(path)

@@ -4,10 +4,11 @@
     hydra_overrides     Hydra's `key=value`, `+key=value`, `++key=value` and `~key`
     verl_defaults       verl's own defaults of the keys that are translated
     verl_translation    the order of the sections
-    loss_and_advantages, batches, optimizers, engines, rollouts, rewards, data_files, trainers
+    loss_and_advantages, batches, optimizers, engines, rollouts, data_files, critics,
+    distilling, trainers, supervised
                         tables and functions of the sections
 
-A key is copied, changed with a note, ignored, or a problem, as `launch/recipes/translation/rules.py` describes. The tables follow
-verl of August 2026: `verl.trainer.main_ppo` with FSDP or Megatron-Core, and `verl.trainer.sft_trainer`. Images, sound and video,
-and the engines VeOmni, TorchTitan, Automodel and Megatron-lite are not supported.
+A key is copied, changed with a note, ignored, or a problem, as `launch/recipes/translation/rules.py` describes. The tables
+follow verl of August 2026: `verl.trainer.main_ppo` with FSDP or Megatron-Core, and `verl.trainer.sft_trainer`. Images, sound
+and video, and the engines VeOmni, TorchTitan, Automodel and Megatron-lite are not supported.
 """

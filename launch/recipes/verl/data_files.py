@@ -1,7 +1,7 @@
 """Translate `data` and the rewards: Parquet files of prompts, and the environment that scores their answers.
 
 verl scores an answer by the column data_source of its record (verl/utils/reward_score/__init__.py). Here each data set has one
-environment. So each file becomes a data set, whose environment follows from the file's data_source, or from its path if the file
+environment. So each file becomes a data set. Its environment follows from the file's data_source, or from its path if the file
 is not on this machine.
 """
 
@@ -103,7 +103,9 @@ def translate(t: Translator, algorithm: str, has_environment: bool) -> None:
         files = _files(t.consume(files_key))
         if split == "validation" and not files:
             continue
-        scores += _data_sets(t, split, files_key, files, custom, t.consume(samples_key), has_environment)
+        scores += _data_sets(t, split, files_key, files, custom, t.consume(samples_key))
+    if None in scores and not has_environment:
+        _refuse_unknown(t)
     wrong = {score.wrong for score in scores if score}
     if -1.0 in wrong and custom is None:
         if len(wrong) > 1 or None in scores:
@@ -119,7 +121,8 @@ def _prompts(t: Translator) -> None:
     drops, truncation = t.consume("data.filter_overlong_prompts"), t.consume("data.truncation")
     t.put("data.overlong_prompts", "drop" if drops else "error", "data.filter_overlong_prompts")
     if truncation != "error" and not drops:
-        t.lacks("data.truncation", truncation, "prompts that are cut", "data.filter_overlong_prompts=true, which drops them")
+        t.put("data.overlong_prompts", "drop", "data.truncation")
+        t.change(f"data.truncation={truncation}", "longer prompts are left out; verl cuts them")
     kwargs = t.consume("data.apply_chat_template_kwargs")
     if kwargs:
         t.put("policy.tokenizer.chat_template_kwargs", kwargs, "data.apply_chat_template_kwargs")
@@ -129,9 +132,7 @@ def _files(value: Any) -> list[str]:
     return [os.path.expanduser(str(path)) for path in (value if isinstance(value, list) else [value]) if path]
 
 
-def _data_sets(
-    t: Translator, split: str, key: str, files: list[str], custom: Score | None, most: Any, has_environment: bool
-) -> list[Score | None]:
+def _data_sets(t: Translator, split: str, key: str, files: list[str], custom: Score | None, most: Any) -> list[Score | None]:
     """Translate the files of a split, and return their scores."""
     names = _names(files)
     one, several = ("data.train", "data.datasets") if split == "train" else ("data.validation", "data.validations")
@@ -139,7 +140,7 @@ def _data_sets(
     if len(files) > 1 and split == "train":
         t.put("data.train", None, key)
     for path, name in zip(files, names, strict=True):
-        score = custom or _score(t, key, path, has_environment)
+        score = custom or _score(t, key, path)
         found.append(score)
         environment = score.name if score else "reward"
         ours = one if len(files) == 1 else f"{several}.{name}"
@@ -189,8 +190,8 @@ def _custom_score(t: Translator) -> Score | None:
     return None
 
 
-def _score(t: Translator, key: str, path: str, has_environment: bool) -> Score | None:
-    """Return the score of a file's answers, and put its environment. Return None, with a problem, if it is not known."""
+def _score(t: Translator, key: str, path: str) -> Score | None:
+    """Return the score of a file's answers, and put its environment. Return None if it is not known."""
     sources = data_sources(Path(path))
     if sources is None:
         matches = [name for pattern, name in PATHS if re.search(pattern, path, re.IGNORECASE)]
@@ -198,22 +199,28 @@ def _score(t: Translator, key: str, path: str, has_environment: bool) -> Score |
         score = scores[matches[0]] if matches else None
         why = f"{path} is not on this machine, so its path tells the score"
     else:
-        found = {score_of(source) for source in sources}
-        score = found.pop() if len(found) == 1 else None
+        found = [score_of(source) for source in sources]
+        score = found[0] if found and all(one == found[0] for one in found) else None
         why = f"data_source is {', '.join(sorted(sources)[:MOST_NAMES])}"
-    if score is not None:
-        if t.get_layer(f"env.{score.name}") is None:
-            t.put(f"env.{score.name}", dict(score.environment), key)
-            t.change(key, f"env.{score.name}: {score.note}; {why}")
-        return score
-    if not has_environment:
-        got = "several scores" if sources and len(sources) > 1 else "no score that Hetstep has"
-        message = (
-            f"got {path} with {got} ({why}); expected a data_source of {', '.join(one.name for one in SCORES)}. Try"
-            " env.reward.kind=math, or another kind or function, on the command line"
-        )
-        t.problem(key, "missing-value", message)
-    return None
+    if score is not None and t.get_layer(f"env.{score.name}") is None:
+        t.put(f"env.{score.name}", dict(score.environment), key)
+        t.change(key, f"env.{score.name}: {score.note}; {why}")
+    return score
+
+
+def _refuse_unknown(t: Translator) -> None:
+    """Add a problem for files whose score is not known."""
+    files = [*_files(t.get("data.train_files")), *_files(t.get("data.val_files"))]
+    unknown = [path for path in files if _score(t, "data.train_files", path) is None]
+    sources = sorted(set().union(*(data_sources(Path(path)) or () for path in unknown)))
+    got = f"data_source {', '.join(sources[:MOST_NAMES])}" if sources else "files that are not here, whose paths name no score"
+    known = ", ".join(source for score in SCORES for source in score.sources)
+    message = (
+        f"got {', '.join(unknown)} with {got}; expected one score in each file, for a data_source of: {known}. Try"
+        " reward.custom_reward_function.path=FILE.py, or env.reward.kind=math or another kind, on the command line"
+    )
+    t.problem("data.train_files", "missing-value", message)
+    t.put("env.reward.kind", "exact_match", "data.train_files")  # for the checks of the other keys
 
 
 def score_of(source: str) -> Score | None:
@@ -236,6 +243,19 @@ def data_sources(path: Path) -> set[str] | None:
         return {str(value) for value in column.unique().to_pylist()}
     except (ImportError, OSError, ValueError, KeyError, IndexError):  # which the check of the data reports
         return None
+
+
+def count_records(files: Any) -> int | None:
+    """Return the number of records in Parquet files; None if some cannot be read here."""
+    total = 0
+    for path in _files(files):
+        try:
+            import pyarrow.parquet  # takes 0.2 s
+
+            total += pyarrow.parquet.read_metadata(path).num_rows
+        except (ImportError, OSError, ValueError):  # which the check of the data reports
+            return None
+    return total
 
 
 # ---- shaping ---------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ MODEL = (
     Only("mtp.enable mtp.enable_train mtp.enable_rollout", (False, None), "multi-token prediction", "false"),
     Ignored("mtp.*"),
     Changed("trust_remote_code", (False, None), "code in the model's files is not run; the model must be in transformers"),
-    Only("enable_activation_offload", (False, None), "offloading of activations", "enable_gradient_checkpointing=true"),
+    Changed("enable_activation_offload", (False, None), "activations stay on the GPUs, which needs more memory"),
     Changed("tiled_mlp.enabled", (False, None), "MLPs are computed whole, which needs more memory"),
     Ignored("use_shm use_remove_padding use_fused_kernels fused_kernel_options.* tiled_mlp.* lora.* _target_ override_config"),
 )
@@ -32,7 +32,7 @@ FSDP = (
     Done("fsdp_size model_dtype dtype offload_policy ulysses_sequence_parallel_size"),
     Only("qat.enable", (False, None), "quantization-aware training", "false"),
     Only("mixed_precision.param_dtype", ("bf16", "bfloat16", None), "this mixed precision", "bf16"),
-    Only("mixed_precision.reduce_dtype", ("fp32", "float32", None), "reducing gradients in 16 bits", "fp32"),
+    Changed("mixed_precision.reduce_dtype", ("fp32", "float32", None), "gradients are reduced in float32, which is more exact"),
     Changed("full_determinism", (False, None), "policy.deterministic=true gives the same bits in each run"),
     Ignored("param_offload optimizer_offload"),  # train ranks free their GPUs for engines in any case
     Ignored("wrap_policy.* reshard_after_forward forward_prefetch use_orig_params seed use_torch_compile forward_only"),
@@ -45,7 +45,7 @@ MEGATRON_RULES = (
     Done("pipeline_model_parallel_size sequence_parallel dtype"),
     Only("virtual_pipeline_model_parallel_size", (None, 1), "interleaved pipeline stages", "null"),
     Only("dynamic_context_parallel", (False, None), "context-parallel sizes that change", "false"),
-    Only("use_megatron_fsdp", (False, None), "Megatron-Core's FSDP", "false"),
+    Changed("use_megatron_fsdp", (False, None), "weights are replicated, and data ranks shard the optimizer's state"),
     Only("qat.enable", (False, None), "quantization-aware training", "false"),
     Only("router_replay.mode", ("disabled", None), "replay of the sampler's routing", "disabled"),
     Changed("use_distributed_optimizer", (True, None), "data ranks shard the optimizer's state, which needs less memory"),

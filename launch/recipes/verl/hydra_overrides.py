@@ -30,21 +30,19 @@ def parse(words: Iterable[tuple[str, str]]) -> list[Override]:
         if match is None or (match[3] is None and match[1] != "~"):
             message = f"got '{word[:80]}'; expected an override of Hydra, such as key=value, +key=value or ~key"
             raise RecipeError(Problem(word[:80], "bad-format", message, origin))
-        node = None if match[1] == "~" else config_tree.from_plain(_value(match[2], match[3], origin), origin)
+        node = None if match[1] == "~" else config_tree.from_plain(_value(match[3]), origin)
         found.append(Override(match[2], node))
     return found
 
 
-def _value(key: str, text: str, origin: str) -> Any:
-    """Return the value of the text after `=`. Hydra reads `{a:1}` as a mapping, and most other text as YAML does."""
+def _value(text: str) -> Any:
+    """Return the value of the text after `=`. Hydra reads `{a:1}` as a mapping, and most else as YAML does."""
     if text.startswith("{"):
         text = re.sub(r"([\w.'\"-]):(?=[^\s/])", r"\1: ", text)
     try:
         return parse_value(text)
-    except ValueError as error:
-        if text[:1] in "[{\"'":
-            raise RecipeError(Problem(key, "bad-format", str(error), origin)) from None
-        return text  # such as `a: b`, a text for Hydra
+    except ValueError:
+        return text  # which a key that needs another type refuses
 
 
 def apply(tree: ConfigMapping, overrides: Iterable[Override]) -> ConfigMapping:

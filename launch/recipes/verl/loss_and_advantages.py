@@ -1,7 +1,7 @@
 """Translate `algorithm` and the loss of the actor: estimators of advantages, clipping, KL, entropy, rollout correction.
 
-The formulas are those of verl/trainer/ppo/core_algos.py and rollout_corr_helper.py; `tests/foreign/test_verl_numbers.py` compares
-values.
+The formulas are those of verl/trainer/ppo/core_algos.py and rollout_corr_helper.py. `tests/foreign/test_verl_numbers.py`
+compares values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Any
 
 from launch.recipes.translation.rules import Done, Ignored, Only, apply
 from launch.recipes.translation.translator import Translator
+from launch.recipes.verl import verl_defaults
 from launch.recipes.verl.verl_defaults import ACTOR
+from pipeline.algorithms.sections import UNBOUNDED
 
 ESTIMATORS: dict[str, dict[str, Any]] = {  # verl's advantages as keys of our section grpo
     "grpo": {"use_leave_one_out_baseline": False},
@@ -74,11 +76,19 @@ def name(t: Translator) -> str:
 
 def translate(t: Translator, algorithm: str) -> None:
     """Translate the estimator, the policy's loss and the correction of the rollouts."""
-    _advantages(t, algorithm)
-    _loss(t)
-    _kl(t, algorithm)
-    _correction(t)
-    _groups(t, algorithm)
+    if algorithm == "distillation":  # which has a loss of its own, without rewards
+        for key in (name for name in verl_defaults.PPO if name.startswith((f"{ACTOR}.clip", f"{ACTOR}.kl_", f"{ACTOR}.loss_"))):
+            t.consume(key)
+        for key in ("policy_loss", "use_kl_loss", "entropy_coeff", "calculate_entropy"):
+            t.consume(f"{ACTOR}.{key}")
+        t.consume("data.gen_batch_size")
+    else:
+        if not t.on("distillation.enabled"):
+            _advantages(t, algorithm)
+        _loss(t)
+        _kl(t, algorithm)
+        _correction(t)
+        _groups(t, algorithm)
     apply(t, RULES)
 
 
@@ -210,11 +220,9 @@ def _groups(t: Translator, algorithm: str) -> None:
     generated, trained = t.consume("data.gen_batch_size"), t.get("data.train_batch_size")
     if not t.on(f"{key}.enable"):
         return
-    most = t.get(f"{key}.max_num_gen_batches")
+    most = t.get(f"{key}.max_num_gen_batches") or UNBOUNDED
     t.put(f"{algorithm}.use_dynamic_sampling", True, f"{key}.enable")
-    t.put(
-        f"{algorithm}.dynamic_sampling_max_gen_batches", most if most and most > 0 else 1_000_000, f"{key}.max_num_gen_batches"
-    )
+    t.put(f"{algorithm}.dynamic_sampling_max_gen_batches", most, f"{key}.max_num_gen_batches")
     t.change(f"{key}.metric", "groups are kept if their rewards vary, whatever metric is named")
     if generated and trained and generated > trained:
         t.put(f"{algorithm}.batch_multiplier", generated / trained, "data.gen_batch_size")

@@ -41,7 +41,11 @@ def translate(t: Translator, section: str, ours: str, engine: str, steps: int | 
     """Translate an optimizer's section. ours: our section, `policy` or `value`. steps: of the run; None if not known."""
     total = t.get(f"{section}.total_training_steps")
     steps = total if isinstance(total, int) and total > 0 else steps
-    if engine == "megatron":
+    betas: Any = t.get(f"{section}.betas")
+    if not isinstance(betas, list) or len(betas) != 2:
+        t.problem(f"{section}.betas", "wrong-type", f"got {betas}; expected two numbers, as in [0.9,0.999]")
+        t.consume(section)
+    elif engine == "megatron":
         _megatron(t, section, ours, steps)
     else:
         _torch(t, section, ours, steps)
@@ -115,7 +119,7 @@ def _megatron(t: Translator, section: str, ours: str, steps: int | None) -> None
     name, style = t.get(f"{section}.optimizer"), t.get(f"{section}.lr_decay_style")
     if name != "adam":
         t.lacks(f"{section}.optimizer", name, "this optimizer", "adam")
-    betas = t.get(f"{section}.betas") or [0.9, 0.999]
+    betas: Any = t.get(f"{section}.betas")
     if ours != "policy":
         kwargs = {"lr": t.get(f"{section}.lr"), "betas": betas, "eps": 1e-8, "weight_decay": t.get(f"{section}.weight_decay")}
         if style != "constant":
@@ -135,6 +139,7 @@ def _megatron(t: Translator, section: str, ours: str, steps: int | None) -> None
     decay = t.get(f"{section}.lr_decay_steps") or steps
     if style != "constant" and decay is None:
         t.problem(f"{section}.lr_decay_style", "missing-value", f"got {style}; {UNKNOWN_LENGTH}, or lr_decay_steps=STEPS")
+        return
     t.put(f"{key}.scheduler.lr_decay_style", style, f"{section}.lr_decay_style")
     if style != "constant" and decay is not None:
         t.put(f"{key}.scheduler.lr_decay_iters", decay, f"{section}.lr_decay_steps")

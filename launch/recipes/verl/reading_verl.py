@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from launch.recipes.foreign import ForeignSource
 from launch.recipes.translation import foreign_tree, shell_script
@@ -50,12 +49,10 @@ class VerlConfig:
 def read(source: ForeignSource) -> Layers:
     """Translate a configuration of verl into our keys. An argument's key is verl's if verl knows it, else ours."""
     theirs, ours, variables = _arguments(source)
-    config = _of_yaml(source) if source.is_yaml else _of_script(source, variables)
+    config = _of_yaml(source) if source.is_yaml else of_script(source, variables)
     overrides = hydra_overrides.parse((word, COMMAND_LINE) for word in theirs)
     config = _with(config, overrides)
-    defaults = verl_defaults.of_sft(config.engine) if config.kind == "sft" else verl_defaults.of_ppo(config.engine)
-    merged = config_tree.merge(_nested(defaults), config.tree)
-    tree = foreign_tree.resolve(merged)
+    tree = foreign_tree.resolve(over_defaults(config))
     own = {key: origin for key, origin in tree.origins.items() if origin}
     has_environment = any(key.startswith("env.") for key, _ in ours)
     t = verl_translation.translate(tree.values, own, config.kind, config.engine, has_environment)
@@ -78,14 +75,17 @@ def _arguments(source: ForeignSource) -> tuple[list[str], list[tuple[str, Config
 
 
 def _is_variable(source: ForeignSource, name: str) -> bool:
-    return shell_script.mentions(source.text, name) and not (name[0].isalpha() and foreign_tree.is_our_key(name))
+    if name.isdigit():
+        return True
+    return shell_script.mentions(source.text, name) and not foreign_tree.is_our_key(name)
 
 
-def _nested(values: Mapping[str, Any]) -> ConfigMapping:
+def over_defaults(config: VerlConfig) -> ConfigMapping:
+    """Return a configuration's keys over verl's defaults, which have no origin."""
     tree = ConfigMapping()
-    for key, value in values.items():
+    for key, value in verl_defaults.of(config.kind, config.engine).items():
         tree.set(key, ConfigValue(value))
-    return tree
+    return config_tree.merge(tree, config.tree)
 
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------------
@@ -102,7 +102,8 @@ def _trainer(words: list[str]) -> str | None:
     return None
 
 
-def _of_script(source: ForeignSource, variables: Mapping[str, str]) -> VerlConfig:
+def of_script(source: ForeignSource, variables: Mapping[str, str]) -> VerlConfig:
+    """Return what the last command of a script that starts a trainer of verl passes to it. variables: see `find_command`."""
     command = shell_script.find_command(source.text, source.path, lambda words: _trainer(words) is not None, variables, ASSUMED)
     shown = config_tree.short_path(source.path)
     if command is None:
@@ -211,27 +212,32 @@ def _of_file(path: Path, kind: str, seen: tuple[Path, ...] = ()) -> VerlConfig:
 
 
 GROUPS = ("actor", "algorithm", "critic", "data", "distillation", "engine", "legacy_reward_impl", "model", "model_engine")
+GROUP_KEYS = ("model_engine", "engine", "optim")
+"""Groups of verl's configuration that an override selects by a name."""
 GROUPS += ("npu_profile", "optim", "profiler", "ref", "reward", "rollout", "transfer_queue")
 
 
 def _is_verls_group(entry: object) -> bool:
-    """Return whether an entry of a `defaults:` list, such as {actor@actor_rollout_ref.actor: dp_actor}, names a group of verl."""
+    """Return whether an entry of a `defaults:` list names a group of verl, such as {actor@actor_rollout_ref.actor: X}."""
     name = next(iter(entry), "") if isinstance(entry, dict) else str(entry)
     return re.sub(r"^(override )?/?(\.\./)*", "", str(name)).partition("@")[0].partition("/")[0] in GROUPS
 
 
 def _with(config: VerlConfig, overrides: list[hydra_overrides.Override]) -> VerlConfig:
     """Return the configuration with overrides, and with the engine that its keys select."""
-    tree = hydra_overrides.apply(config.tree, overrides)
+    groups = [one for one in overrides if "@" in one.key or (one.key in GROUP_KEYS and isinstance(one.node, ConfigValue))]
+    tree = hydra_overrides.apply(config.tree, [one for one in overrides if one not in groups])
     tree.children.pop("hydra", None)
+    chosen = [(one.key, one.node) for one in groups]
+    chosen += [(key, tree.find(key)) for key in ("model_engine", "actor_rollout_ref.actor.strategy", "engine.strategy")]
     engine = config.engine
-    for key in ("model_engine", "engine", "actor_rollout_ref.actor.strategy", "engine.strategy"):
-        node = tree.find(key)
-        if isinstance(node, ConfigValue) and isinstance(node.value, str) and "${" not in node.value:
-            if node.value not in ENGINES:
-                message = f"got {node.value}; Hetstep does not support this engine of verl. Try dp (FSDP) or megatron"
-                raise RecipeError(Problem(key, "unsupported", message, node.origin or ""))
-            engine = ENGINES[node.value]
-            if key in ("model_engine", "engine"):
-                tree.drop(key)
+    for key, node in chosen:
+        if not isinstance(node, ConfigValue) or not isinstance(node.value, str) or "${" in node.value:
+            continue
+        name = re.sub(r"_(actor|ref|critic|trainer)$", "", node.value)
+        if name not in ENGINES:
+            message = f"got {node.value}; Hetstep does not support this engine of verl. Try dp (FSDP) or megatron"
+            raise RecipeError(Problem(key, "unsupported", message, node.origin or ""))
+        engine = ENGINES[name]
+    tree.drop("model_engine")
     return replace(config, tree=tree, engine=engine)

@@ -23,7 +23,7 @@ RULES = (
 def translate(t: Translator, engine: str) -> None:
     """Translate supervised fine-tuning."""
     t.put("algorithm", "sft", "data.train_files")
-    steps = trainers.steps(t)
+    steps = trainers.steps(t, "data.train_batch_size")
     _batches(t, engine)
     _data(t)
     engines.translate(t, "model", "engine", engine)
@@ -33,9 +33,6 @@ def translate(t: Translator, engine: str) -> None:
     t.put("sft.seed", t.consume("trainer.seed"), "trainer.seed")
     t.put("sft.max_val_samples", trainers.UNBOUNDED, "data.val_max_samples")
     trainers.common(t, "sft", "trainer.max_ckpt_to_keep")
-    for key, value in list(t.unconsumed_leaves()):  # of other engines' sections, which have engine's keys here
-        if key.startswith("engine.") and value is None:
-            t.consume(key)
     apply(t, (*RULES, *trainers.RULES))
 
 
@@ -50,8 +47,9 @@ def _batches(t: Translator, engine: str) -> None:
 
 
 def _data(t: Translator) -> None:
-    if t.get("data.truncation") != "error":
-        t.lacks("data.truncation", t.get("data.truncation"), "sequences that are cut", "error, or data.overlong_prompts=drop")
+    if (truncation := t.get("data.truncation")) != "error":
+        t.put("data.overlong_prompts", "drop", "data.truncation")
+        t.change(f"data.truncation={truncation}", "longer sequences are left out; verl cuts them")
     kwargs = t.consume("data.apply_chat_template_kwargs")
     if kwargs:
         t.put("policy.tokenizer.chat_template_kwargs", kwargs, "data.apply_chat_template_kwargs")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from launch.recipes.translation.rules import Done, Ignored, Only, apply
+from launch.recipes.translation.rules import Changed, Done, Ignored, Only, apply
 from launch.recipes.translation.translator import Translator
+from launch.recipes.verl import data_files
 from launch.recipes.verl.verl_defaults import ACTOR, REF, ROLLOUT
 from pipeline.algorithms.sections import UNBOUNDED
 
 TRACKERS = ("wandb", "mlflow", "trackio")
 """verl's trackers that are ours too."""
 ASYNCHRONOUS = "asynchronous training by verl's keys"
+CHECKPOINT = "a checkpoint has the model, the optimizer and the position in the data"
+ROUTING = "replay of the sampler's routing"
 RULES = (
     Done("trainer.total_epochs trainer.total_training_steps trainer.logger trainer.project_name trainer.experiment_name"),
     Done("trainer.nnodes trainer.n_gpus_per_node trainer.save_freq trainer.test_freq trainer.val_before_train"),
@@ -31,7 +34,7 @@ RULES = (
         f"{ACTOR}.checkpoint.* critic.checkpoint.* checkpoint.*",
         "a checkpoint has the model, the optimizer and the data's position",
     ),
-    Only(f"{ACTOR}.use_prefix_grouper", (False, None), "one pass over a prompt for all of its answers", "false"),
+    Changed(f"{ACTOR}.use_prefix_grouper", (False, None), "each answer is computed with its prompt: equal results, slower"),
     Only(
         f"{ACTOR}.router_replay.mode {REF}.router_replay.mode",
         ("disabled", None),
@@ -40,20 +43,33 @@ RULES = (
     ),
     Only(f"{ACTOR}.qat.enable", (False, None), "quantization-aware training", "false"),
     Only("critic.enable", (True, False, None), "this critic"),
-    Ignored(f"{ACTOR}.strategy {ACTOR}.freeze_vision_tower {ACTOR}.use_torch_compile {ACTOR}.entropy_* {ACTOR}.pad_to_length"),
+    Ignored(
+        f"{ACTOR}.strategy {ACTOR}.model_engine {ACTOR}.freeze_vision_tower {ACTOR}.use_torch_compile {ACTOR}.entropy_*"
+        f" {ACTOR}.pad_to_length"
+    ),
     Ignored(f"{ACTOR}.use_fused_kernels {ACTOR}.use_remove_padding {ACTOR}.qat.* {ACTOR}.router_replay.* {ACTOR}.load_weight"),
     Ignored("*.profiler.* *._target_ actor_rollout_ref.hybrid_engine actor_rollout_ref.nccl_timeout"),
     Ignored("global_profiler.* profiler.* ray_kwargs.* skip.* transfer_queue.* npu_profile.* hydra.* prometheus.*"),
     Ignored(f"{REF}.*"),  # the reference policy has the actor's layout
-    Ignored("distillation.*"),  # if it is off
     Only("async_training.* rollout.*", (None,), ASYNCHRONOUS, "verl.trainer.main_ppo"),
 )
 
 
-def steps(t: Translator) -> int | None:
-    """Return the number of steps of the run; None if it follows from the data."""
+def steps(t: Translator, batch_key: str) -> int | None:
+    """Return the number of steps of the run; None if it follows from data that are not on this machine.
+
+    Without total_training_steps it is that of the passes over the files' records, each without its last incomplete batch.
+    batch_key: the key of the records of a step.
+    """
     value = t.get("trainer.total_training_steps")
-    return value if isinstance(value, int) and value > 0 else None
+    if isinstance(value, int) and value > 0:
+        return value
+    size, passes = t.get(batch_key), t.get("trainer.total_epochs")
+    records = data_files.count_records(t.get("data.train_files"))
+    if records is None or not isinstance(size, int) or not isinstance(passes, int) or size < 1:
+        return None
+    most = t.get("data.train_max_samples")
+    return (min(records, most) if isinstance(most, int) and most > 0 else records) // size * passes
 
 
 def translate(t: Translator, algorithm: str) -> None:
@@ -75,8 +91,8 @@ def translate(t: Translator, algorithm: str) -> None:
 
 def common(t: Translator, algorithm: str, keeps: str) -> None:
     """Translate the length of the run, validation, checkpoints, trackers and the train ranks. keeps: verl's key of how many."""
-    number = steps(t)
-    t.put(f"{algorithm}.max_num_steps", number or UNBOUNDED, "trainer.total_training_steps")
+    number = t.get("trainer.total_training_steps")
+    t.put(f"{algorithm}.max_num_steps", UNBOUNDED if number is None else number, "trainer.total_training_steps")
     t.put(f"{algorithm}.max_num_epochs", t.get("trainer.total_epochs"), "trainer.total_epochs")
     test: Any = t.get("trainer.test_freq")
     validates = isinstance(test, int) and test > 0

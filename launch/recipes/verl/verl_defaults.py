@@ -234,12 +234,8 @@ SFT_OF_ENGINE: dict[str, dict[str, Any]] = {
 }
 
 
-def of_ppo(engine: str) -> Mapping[str, Any]:
-    """Return dotted key -> default of `verl.trainer.main_ppo`. engine: dp (FSDP) or megatron."""
-    model = {f"{MODEL}.{key}": value for key, value in HF_MODEL.items()}
-    return PPO | PPO_OF_ENGINE[engine] | CRITIC[engine] | model
-
-
-def of_sft(engine: str) -> Mapping[str, Any]:
-    """Return dotted key -> default of `verl.trainer.sft_trainer`. engine: dp (FSDP) or megatron."""
-    return SFT | SFT_OF_ENGINE[engine]
+def of(kind: str, engine: str) -> Mapping[str, Any]:
+    """Return dotted key -> default of verl.trainer.main_ppo (kind ppo) or sft_trainer (sft). engine: dp (FSDP) or megatron."""
+    if kind == "sft":
+        return SFT | SFT_OF_ENGINE[engine]
+    return PPO | PPO_OF_ENGINE[engine] | CRITIC[engine] | {f"{MODEL}.{key}": value for key, value in HF_MODEL.items()}

@@ -12,6 +12,7 @@ from launch.recipes.verl import (
     batches,
     critics,
     data_files,
+    distilling,
     engines,
     loss_and_advantages,
     optimizers,
@@ -27,6 +28,7 @@ TABLES: tuple[Rule, ...] = (
     *batches.RULES,
     *critics.RULES,
     *data_files.RULES,
+    *distilling.RULES,
     *rollouts.RULES,
     *under(f"{ACTOR}.optim", optimizers.RULES),
     *under(MODEL, engines.MODEL),
@@ -43,8 +45,8 @@ def translate(
 ) -> Translation:
     """Translate a configuration with verl's defaults.
 
-    values: the resolved configuration. origins: dotted key -> "file:line", for keys that are no defaults. kind: ppo or sft. engine:
-    dp (FSDP) or megatron. has_environment: whether the command line has keys of our section `env`.
+    values: the resolved configuration. origins: dotted key -> "file:line", for keys that are no defaults. kind: ppo or sft.
+    engine: dp (FSDP) or megatron. has_environment: whether the command line has keys of our section `env`.
     """
     t = Translator(values, origins)
     if kind == "sft":
@@ -56,12 +58,10 @@ def translate(
 
 
 def _online(t: Translator, engine: str, has_environment: bool) -> None:
-    if t.on("distillation.enabled"):
-        feature = "distillation by verl's keys"
-        t.lacks("distillation.enabled", True, feature, "algorithm=distillation in a recipe of Hetstep")
-    algorithm = loss_and_advantages.name(t)
-    steps = trainers.steps(t)
-    t.put("algorithm", algorithm, "algorithm.adv_estimator")
+    distills = t.on("distillation.enabled")
+    algorithm = distilling.name(t) if distills else loss_and_advantages.name(t)
+    steps = trainers.steps(t, "data.train_batch_size")
+    t.put("algorithm", algorithm, "distillation.enabled" if distills else "algorithm.adv_estimator")
     loss_and_advantages.translate(t, algorithm)
     batches.translate(t, algorithm, engines.sequence_ranks(t, ACTOR, engine))
     data_files.translate(t, algorithm, has_environment)
@@ -70,6 +70,8 @@ def _online(t: Translator, engine: str, has_environment: bool) -> None:
     optimizers.translate(t, f"{ACTOR}.optim", "policy", engine, steps)
     if engine == "dp":
         t.put("policy.max_grad_norm", t.consume(f"{ACTOR}.grad_clip"), f"{ACTOR}.grad_clip")
+    if distills:
+        distilling.translate(t, algorithm)
     if algorithm == "ppo":
         critics.translate(t, engine, steps)
     t.consume("critic")
@@ -85,5 +87,6 @@ def knows(key: str) -> bool:
 def _names() -> frozenset[str]:
     """Return the keys of verl that have a name without wildcards."""
     plain = {pattern for rule in TABLES for pattern in rule.patterns if "*" not in pattern}
-    defaults = {key for engine in ("dp", "megatron") for key in (*verl_defaults.of_ppo(engine), *verl_defaults.of_sft(engine))}
+    kinds = [(kind, engine) for kind in ("ppo", "sft") for engine in ("dp", "megatron")]
+    defaults = {key for kind, engine in kinds for key in verl_defaults.of(kind, engine)}
     return frozenset(plain | defaults)
