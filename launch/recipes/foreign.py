@@ -96,7 +96,7 @@ def _is_trl(source: ForeignSource) -> bool:
     if source.is_yaml:
         tree = source.tree
         return any(name in tree.children for name in TRLS) and "policy" not in tree.children and "stage" not in tree.children
-    starts = r"\btrl\s+[a-z]+\s|\btrl\.scripts\.|\.py\b[^#]*?\s--(model_name_or_path|config|learning_rate|output_dir)\b"
+    starts = r"\btrl\s+[a-z]+\s|\btrl[./]scripts[./]|\bexamples/scripts/\w+\.py|\.py\b[^#]*?\s--(model_name_or_path|config)\b"
     return source.path.suffix == ".sh" and re.search(starts, source.text, re.DOTALL) is not None
 
 

@@ -231,7 +231,9 @@ class RewardedAlgorithm(OnlineAlgorithm):
             yield Problem(f"{key}_ratio_min", "missing-value", f"got null; expected a lower bound with {key}_type={kind}")
         if low is not None and high is not None and low > high:
             yield Problem(f"{key}_ratio_min", "too-large", f"got {low}; expected at most {key}_ratio={high}")
-        level = "ratios" if loss.sequence_level_importance_ratios else "weights" if loss.sequence_level_importance_weights else ""
+        level = (
+            "ratios" if loss.sequence_level_importance_ratios else "weights" if loss.sequence_level_importance_weights else ""
+        )
         if kind == "seq-mask-tis" and level:
             sequences = f"loss_fn.sequence_level_importance_{level}"
             message = f"got seq-mask-tis, which weights tokens; expected tis or icepop with {sequences}=true"

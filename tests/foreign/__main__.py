@@ -23,9 +23,12 @@ from launch.plan import backend_choice
 from launch.plan.estimate import plan
 from launch.recipes import reading
 from pipeline.config import Problem, RecipeError
-from tests.foreign import verl_scripts
+from tests.foreign import trl_commands, verl_scripts
 
-PROJECTS: dict[str, Callable[[Path], list[verl_scripts.Published]]] = {"verl": verl_scripts.published}
+PROJECTS: dict[str, Callable[[Path], list[verl_scripts.Published]]] = {
+    "trl": trl_commands.published,
+    "verl": verl_scripts.published,
+}
 
 
 @dataclass(frozen=True)

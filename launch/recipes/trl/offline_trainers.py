@@ -59,7 +59,9 @@ def _length(t: Translator, trainer: str) -> None:
     if t.on("packing"):
         tokens = t.get("per_device_train_batch_size") * longest
         t.put("policy.sequence_packing.train_mb_tokens", tokens, "packing")
-        text = f"an update has policy.train_global_batch_size records, packed; TRL's has as many rows of {longest} tokens, each of"
+        text = (
+            f"an update has policy.train_global_batch_size records, packed; TRL's has as many rows of {longest} tokens, each of"
+        )
         t.change("packing=true", f"{text} several records. policy.train_global_batch_size=N sets another size")
 
 

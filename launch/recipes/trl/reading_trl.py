@@ -18,11 +18,26 @@ from pipeline.config.loading import Layers
 
 LAUNCHER = ("num_processes", "num_machines", "nproc_per_node", "nnodes", "config_file", "accelerate_config", "config")
 """Options of accelerate, torchrun and `trl` that are read. The others place processes, and have no effect."""
-UNREAD = (
-    "main_process_port main_process_ip machine_rank mixed_precision multi_gpu gpu_ids dynamo_backend use_deepspeed"
-    " zero3_init_flag zero_stage master_port master_addr node_rank rdzv_backend rdzv_endpoint rdzv_id standalone"
-    " deepspeed_multinode_launcher"
-).split()
+UNREAD = [
+    "main_process_port",
+    "main_process_ip",
+    "machine_rank",
+    "mixed_precision",
+    "multi_gpu",
+    "gpu_ids",
+    "dynamo_backend",
+    "use_deepspeed",
+    "zero3_init_flag",
+    "zero_stage",
+    "master_port",
+    "master_addr",
+    "node_rank",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "standalone",
+    "deepspeed_multinode_launcher",
+]
 NAMES_OF_A_RUN = ("output_dir", "run_name", "project", "hub_model_id", "logging_dir")
 """Fields in whose values an unknown part, such as the date, does not matter."""
 
@@ -137,7 +152,7 @@ def _of_script(source: ForeignSource, variables: Mapping[str, str]) -> TrlConfig
     assert found is not None
     first, trainer = found
     problems = []
-    options, _ = trl_flags.parse(command.words[:first])
+    options, _ = trl_flags.parse(command.words[: first - 1])
     theirs, others = trl_flags.parse(command.words[first:])
     config = TrlConfig(trainer=trainer, notes=tuple(_notes(command)))
     read = [(name, value, command.origin(word)) for name, value, word in options if name in LAUNCHER and name != "config"]

@@ -150,7 +150,9 @@ def _rloo(t: Translator, length: RunLength) -> None:
     if t.on("normalize_advantages"):
         t.lacks("normalize_advantages", True, "advantages divided by the deviation of the whole batch", "false")
     if length.updates > 1:
-        t.lacks("steps_per_generation", t.get("steps_per_generation"), "clipped ratios of RLOO's sequences", "one update per step")
+        t.lacks(
+            "steps_per_generation", t.get("steps_per_generation"), "clipped ratios of RLOO's sequences", "one update per step"
+        )
     t.put("loss_fn.disable_ppo_ratio", True, "epsilon")
     t.put("loss_fn.token_level_loss", True, "epsilon")
     t.change("num_generations", f"the loss is divided by the number of tokens, in TRL of sequences: {KEPT}")
@@ -195,7 +197,9 @@ def _sampling(t: Translator) -> None:
     if t.get("top_p") != 1 or t.get("top_k"):
         t.change("top_p, top_k", "training truncates the policy's distribution as sampling does; TRL's uses all tokens")
     n = t.get("num_generations_eval") or t.get("num_generations")
-    t.put("grpo.val_num_generations_per_prompt", n, "num_generations_eval" if t.get("num_generations_eval") else "num_generations")
+    t.put(
+        "grpo.val_num_generations_per_prompt", n, "num_generations_eval" if t.get("num_generations_eval") else "num_generations"
+    )
 
 
 def _engines(t: Translator, ours: Mapping[str, Any]) -> None:

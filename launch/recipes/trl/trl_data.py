@@ -37,7 +37,9 @@ def translate(t: Translator, trainer: str, algorithm: str, ours: Mapping[str, An
         t.consume(name)
     if "shuffle_dataset" in t.theirs:
         t.consume("shuffle_dataset")
-    t.put("data.shuffle", t.get("train_sampling_strategy") == "random" if algorithm != "grpo" else t.on("shuffle_dataset"), "seed")
+    t.put(
+        "data.shuffle", t.get("train_sampling_strategy") == "random" if algorithm != "grpo" else t.on("shuffle_dataset"), "seed"
+    )
     if (kwargs := t.consume("chat_template_kwargs")) is not None:
         t.put("policy.tokenizer.chat_template_kwargs", kwargs, "chat_template_kwargs")
     if (text := t.consume("system_prompt")) and not any(key.endswith("system_prompt_file") for key in ours):
@@ -52,7 +54,11 @@ def translate(t: Translator, trainer: str, algorithm: str, ours: Mapping[str, An
 def _source(name: str) -> tuple[str, str]:
     """Return (our key of a data set, its value) for a name of the Hub, a folder or a file."""
     path = os.path.expanduser(name)
-    return ("data_path", path) if re.search(r"\.(jsonl?|parquet|csv|arrow)$", path) or Path(path).is_file() else ("dataset_name", path)
+    return (
+        ("data_path", path)
+        if re.search(r"\.(jsonl?|parquet|csv|arrow)$", path) or Path(path).is_file()
+        else ("dataset_name", path)
+    )
 
 
 def _training(t: Translator, trainer: str, environment: str | None) -> None:
@@ -163,14 +169,18 @@ def _function(t: Translator, name: str) -> str:
     """Return our kind, or the dotted path, of a reward. Adds notes and problems."""
     if name in FUNCTIONS:
         if FUNCTIONS[name] == "math":
-            text = "math-verify compares the answers, as in TRL; an expected answer that it cannot read is an error, not left out"
+            text = (
+                "math-verify compares the answers, as in TRL; an expected answer that it cannot read is an error, not left out"
+            )
             t.change(f"reward_funcs: {name}", f"kind math: {text}")
         else:
             t.change(f"reward_funcs: {name}", f"{FUNCTIONS[name]} is called, so that the generate image needs TRL")
         return FUNCTIONS[name]
     if "." not in name:
         known = ", ".join(name for name in FUNCTIONS if "_" in name)
-        t.problem("reward_funcs", "not-a-choice", f"got {name}; expected a dotted path such as my_module.reward, or one of: {known}")
+        t.problem(
+            "reward_funcs", "not-a-choice", f"got {name}; expected a dotted path such as my_module.reward, or one of: {known}"
+        )
     return name
 
 

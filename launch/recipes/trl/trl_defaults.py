@@ -214,6 +214,7 @@ LACKING = {
     "xpo": "XPO",
     "nash_md": "Nash-MD",
     "online_dpo": "online DPO",
+    "dpo_online": "online DPO",
     "gkd": "GKD by TRL's fields; algorithm=distillation is on-policy distillation",
     "gold": "distillation between tokenizers",
     "distillation": "distillation by TRL's fields; see algorithm=distillation",

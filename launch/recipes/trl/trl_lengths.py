@@ -5,18 +5,14 @@ TRL counts optimizer updates; a step here may have several updates (`RunLength.u
 
 from __future__ import annotations
 
-import glob
-import json
 import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from launch.recipes.translation import record_counts
 from launch.recipes.translation.rules import Changed, Ignored, Only, apply
 from launch.recipes.translation.translator import Translator
 from pipeline.algorithms.sections import UNBOUNDED
-from pipeline.recipe import user_files
 
 TRACKERS = ("wandb", "mlflow", "trackio")
 """TRL's trackers that are ours too."""
@@ -28,7 +24,9 @@ RULES = (
     Only("parallelism_config", (None,), "parallel sizes by TRL's fields", "policy.dtensor_cfg.context_parallel_size"),
     Changed("full_determinism", (False, None), "policy.deterministic=true gives the same bits in each run"),
     Changed("data_seed", (None,), "the run's seed determines the order of the data"),
-    Changed("load_best_model_at_end metric_for_best_model greater_is_better", (False, None), "checkpointing.metric_name does this"),
+    Changed(
+        "load_best_model_at_end metric_for_best_model greater_is_better", (False, None), "checkpointing.metric_name does this"
+    ),
     Ignored("fsdp fsdp.* fsdp_config fsdp_config.* deepspeed deepspeed.* accelerator_config* ddp_*", SHARDING),
     Ignored("push_to_hub hub_* push_to_hub_revision overwrite_hub_revision", "a run uploads nothing"),
     Ignored("do_train do_eval do_predict do_sample debug local_rank log_level* log_on_each_node logging_* disable_tqdm"),
@@ -49,7 +47,8 @@ class RunLength:
     """Batches and length of a run."""
 
     updates: int  # optimizer updates of a step here
-    steps: int | None  # of the run; None if it follows from data that are not here
+    steps: int | None  # of the run; None if it is not known
+    data_are_here: bool = True  # if not, the length is known once they are, and before that nothing is submitted
 
 
 def translate(t: Translator, trainer: str, algorithm: str, processes: int) -> RunLength:
@@ -63,13 +62,13 @@ def translate(t: Translator, trainer: str, algorithm: str, processes: int) -> Ru
     t.put("policy.sequence_packing.enabled", t.get("packing") is True, "per_device_train_batch_size")
     sampled, updates = _generation(t, per_device * processes, update, accumulated) if algorithm == "grpo" else (update, 1)
     records = sampled // t.get("num_generations") if algorithm == "grpo" else update
-    steps = _steps(t, algorithm, records, updates, per_device * processes, accumulated)
+    steps, is_here = _steps(t, algorithm, records, updates, per_device * processes, accumulated)
     _validation(t, algorithm, steps, updates)
     _checkpoints(t, algorithm, steps, updates)
     _trackers(t)
     t.put(f"{algorithm}.seed", t.consume("seed"), "seed")
     apply(t, RULES)
-    return RunLength(updates, steps)
+    return RunLength(updates, steps, is_here)
 
 
 def _unit(algorithm: str) -> str:
@@ -78,9 +77,15 @@ def _unit(algorithm: str) -> str:
 
 def _generation(t: Translator, micro: int, update: int, accumulated: int) -> tuple[int, int]:
     """Translate TRL's generation batch. Return (completions of a step, updates of a step)."""
-    size, per_generation, group = t.consume("generation_batch_size"), t.consume("steps_per_generation"), t.get("num_generations")
+    size, per_generation, group = (
+        t.consume("generation_batch_size"),
+        t.consume("steps_per_generation"),
+        t.get("num_generations"),
+    )
     if size is not None and per_generation is not None:
-        t.problem("generation_batch_size", "contradiction", f"got {size} with steps_per_generation={per_generation}; TRL takes one")
+        t.problem(
+            "generation_batch_size", "contradiction", f"got {size} with steps_per_generation={per_generation}; TRL takes one"
+        )
     key = "steps_per_generation" if per_generation is not None or size is None else "generation_batch_size"
     size = size if size is not None else micro * (per_generation if per_generation is not None else accumulated)
     if size % group:
@@ -102,60 +107,46 @@ def _generation(t: Translator, micro: int, update: int, accumulated: int) -> tup
 # ---- length ----------------------------------------------------------------------------------------------------------------
 
 
-def _steps(t: Translator, algorithm: str, records: int, updates: int, micro: int, accumulated: int) -> int | None:
-    """Translate the run's length. Return its steps. records: of a step. micro: records of a microbatch of all processes."""
+def _steps(t: Translator, algorithm: str, records: int, updates: int, micro: int, accumulated: int) -> tuple[int | None, bool]:
+    """Translate the run's length. Return (its steps, whether the data are on this machine).
+
+    records: of a step. micro: records of a microbatch of all processes.
+    """
     most, epochs = t.consume("max_steps"), t.consume("num_train_epochs")
     if isinstance(most, int) and most > 0:
         steps = math.ceil(most / updates)
         t.put(f"{algorithm}.max_num_steps", steps, "max_steps")
         t.put(f"{algorithm}.max_num_epochs", UNBOUNDED, "num_train_epochs")
-        return steps
-    number = _records(t)
+        return steps, True
+    number, is_here = _records(t)
     if number is not None:
         in_epoch = number // records if algorithm == "grpo" else math.ceil(math.ceil(number / micro) / accumulated)
         steps = math.ceil(epochs * max(1, in_epoch))
         t.put(f"{algorithm}.max_num_steps", steps, "num_train_epochs")
         t.put(f"{algorithm}.max_num_epochs", UNBOUNDED, "num_train_epochs")
         t.change("num_train_epochs", f"{epochs:g} passes over {number} records are {steps} steps")
-        return steps
+        return steps, True
     t.put(f"{algorithm}.max_num_steps", UNBOUNDED, "max_steps")
-    if epochs != int(epochs) or epochs < 1:
-        text = f"got {epochs} of a data set that is not on this machine; expected a whole number. Try --max_steps STEPS"
+    t.put(f"{algorithm}.max_num_epochs", max(1, math.ceil(epochs)), "num_train_epochs")
+    if epochs != int(epochs) and is_here:
+        text = f"got {epochs} of data whose number of records is not known; expected a whole number. Try --max_steps STEPS"
         t.problem("num_train_epochs", "missing-value", text)
+    return None, is_here
+
+
+def _records(t: Translator) -> tuple[int | None, bool]:
+    """Return (the number of training records, or None if it is not known; whether the data are on this machine)."""
+    entries: Any = t.get("datasets")
+    if not entries:
+        parts = [(t.get("dataset_name"), t.get("dataset_config"), t.get("dataset_train_split"))]
+    elif any(isinstance(entry, dict) and entry.get("fraction") is not None for entry in entries):
+        return None, True
     else:
-        t.put(f"{algorithm}.max_num_epochs", int(epochs), "num_train_epochs")
-    return None
-
-
-def _records(t: Translator) -> int | None:
-    """Return the number of training records; None if the data are not on this machine, or are a mixture."""
-    name, split = t.get("dataset_name"), t.get("dataset_train_split")
-    if t.get("datasets") or not isinstance(name, str):
-        return None
-    path = Path(os.path.expanduser(name))
-    if path.is_file():
-        return _lines(path)
-    cache = os.environ.get("HF_DATASETS_CACHE") or os.path.join(os.environ.get("HF_HOME", "~/.cache/huggingface"), "datasets")
-    folder = Path(cache).expanduser() / name.replace("/", "___")
-    subset = glob.escape(str(t.get("dataset_config") or "default"))
-    for info in sorted([*folder.glob(f"{subset}*/*/*/dataset_info.json"), *_lower(folder).glob(f"{subset}*/*/*/dataset_info.json")]):
-        try:
-            return int(json.loads(info.read_text())["splits"][split]["num_examples"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return None
-
-
-def _lower(folder: Path) -> Path:
-    return folder.with_name(folder.name.lower())
-
-
-def _lines(path: Path) -> int | None:
-    if path.suffix == ".parquet":
-        import pyarrow.parquet  # takes 0.2 s
-
-        return pyarrow.parquet.ParquetFile(path).metadata.num_rows
-    return user_files.count_lines(path) if path.suffix in (".jsonl", ".json") else None
+        parts = [(entry.get("path"), entry.get("name"), entry.get("split", "train")) for entry in entries]
+    if not all(isinstance(name, str) and record_counts.is_here(name) for name, _, _ in parts):
+        return None, False
+    counts = [record_counts.count(*part) for part in parts]
+    return (None, True) if None in counts else (sum(filter(None, counts)), True)
 
 
 # ---- validation, checkpoints, trackers -------------------------------------------------------------------------------------

@@ -12,7 +12,16 @@ DTENSOR = "policy.dtensor_cfg"
 LORA = f"{DTENSOR}.lora_cfg"
 QUANTIZED = "training of adapters on weights of 4 or 8 bits (QLoRA)"
 SIXTEEN_BITS = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
-INIT = ("dtype", "torch_dtype", "attn_implementation", "use_cache", "use_kernels", "revision", "device_map", "low_cpu_mem_usage")
+INIT = (
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+    "use_cache",
+    "use_kernels",
+    "revision",
+    "device_map",
+    "low_cpu_mem_usage",
+)
 RULES = (
     Only("model_revision", ("main", None), "a revision of a model", "model_name_or_path, the folder of its snapshot"),
     Only("load_in_4bit load_in_8bit", (False, None), QUANTIZED, "false"),
@@ -49,7 +58,9 @@ def _init(t: Translator) -> None:
     kwargs = t.consume("model_init_kwargs") or {}
     others = {key: value for key, value in kwargs.items() if key not in INIT} if isinstance(kwargs, dict) else kwargs
     if others:
-        t.lacks("model_init_kwargs", others, "arguments of transformers' from_pretrained", "policy.hf_config_overrides of Hetstep")
+        t.lacks(
+            "model_init_kwargs", others, "arguments of transformers' from_pretrained", "policy.hf_config_overrides of Hetstep"
+        )
 
 
 def _precision(t: Translator) -> str:

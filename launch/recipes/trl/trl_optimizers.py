@@ -16,10 +16,7 @@ IN_32_BITS = {  # optimizers whose state has fewer bits -> our optimizer
     "adamw_torch_4bit": "AdamW",
 }
 SCHEDULES = "linear, cosine, constant, constant_with_warmup, cosine_with_min_lr, polynomial, warmup_stable_decay"
-NEEDS_LENGTH = (
-    "depends on the run's number of steps, which follows from data that are not on this machine; expected a number of steps."
-    " Try --max_steps STEPS, or download the data set first"
-)
+NEEDS_LENGTH = "depends on the run's number of steps, which follows from"
 LR = "torch.optim.lr_scheduler"
 RULES = (
     Only("optim_args", (None,), "arguments of an optimizer as a text", "policy.optimizer.kwargs"),
@@ -43,7 +40,12 @@ def translate(t: Translator, length: RunLength) -> None:
     else:
         t.lacks("optim", name, "this optimizer by TRL's fields", "adamw_torch, or policy.optimizer.name of Hetstep")
     t.put("policy.optimizer.kwargs", kwargs, "optim")
-    for ours, theirs in (("lr", "learning_rate"), ("weight_decay", "weight_decay"), ("eps", "adam_epsilon"), ("betas", "adam_beta1")):
+    for ours, theirs in (
+        ("lr", "learning_rate"),
+        ("weight_decay", "weight_decay"),
+        ("eps", "adam_epsilon"),
+        ("betas", "adam_beta1"),
+    ):
         if (origin := t.origins.get(theirs)) and ours in kwargs:
             t.our_origins[f"policy.optimizer.kwargs.{ours}"] = f"{origin} ({theirs})"
     if t.get("weight_decay"):
@@ -70,7 +72,7 @@ def _schedule(t: Translator, length: RunLength) -> None:
     warm_up, steps = _warm_up(t, length), length.steps
     decays = style not in ("constant", "constant_with_warmup")
     if (decays and steps is None) or warm_up is None:
-        t.problem("lr_scheduler_type" if decays else "warmup_steps", "missing-value", f"got {style}, which {NEEDS_LENGTH}")
+        _without_length(t, "lr_scheduler_type" if decays else "warmup_steps", style, length)
         return
     warm_up = 0 if style == "constant" else warm_up
     parts, starts = _decay(t, style, given, max(1, (steps or 1) - warm_up), t.get("learning_rate"))
@@ -81,6 +83,18 @@ def _schedule(t: Translator, length: RunLength) -> None:
         parts, starts = [rise, *(parts or [flat])], [warm_up, *(start + warm_up for start in starts)]
     value = parts[0] if len(parts) == 1 else [*parts, {"milestones": starts}] if parts else None
     t.put("policy.scheduler", value, "lr_scheduler_type")
+
+
+def _without_length(t: Translator, key: str, style: str, length: RunLength) -> None:
+    """Report a schedule that depends on a length that is not known. It is an error only once the data are here."""
+    if length.data_are_here:
+        text = f"{NEEDS_LENGTH} the number of records, which is not known; expected a number of steps. Try --max_steps STEPS"
+        t.problem(key, "missing-value", f"got {style}, which {text}")
+    else:
+        text = (
+            f"{NEEDS_LENGTH} data that are not on this machine. The plan has a constant rate, and no job is submitted without"
+        )
+        t.change(f"{key}={style}", f"the schedule {text} the data; --max_steps STEPS sets the number of steps")
 
 
 def _decay(t: Translator, style: str, given: dict[str, Any], steps: int, rate: float) -> tuple[list[dict[str, Any]], list[int]]:

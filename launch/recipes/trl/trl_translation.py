@@ -7,9 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launch.recipes.translation.rules import Ignored, apply
+from launch.recipes.translation.rules import Ignored, apply, fits
 from launch.recipes.translation.translator import Translation, Translator
-from launch.recipes.trl import offline_trainers, sampling_trainers, trl_data, trl_defaults, trl_lengths, trl_models, trl_optimizers
+from launch.recipes.trl import (
+    offline_trainers,
+    sampling_trainers,
+    trl_data,
+    trl_defaults,
+    trl_lengths,
+    trl_models,
+    trl_optimizers,
+)
 from launch.recipes.trl.trl_defaults import ALGORITHMS, EARLIER, RENAMED, TRAINERS, WITHOUT_EFFECT
 
 
@@ -63,6 +71,15 @@ def _processes(t: Translator, processes: Processes) -> None:
     if not processes.source:
         text = f"1 process is assumed, because {source}; --num_processes N or cluster.train.gpus_per_node=N sets another number"
         t.change("num_processes", text)
+
+
+def knows(field: str, trainer: str) -> bool:
+    """Return whether a field is one that the tables of a trainer have."""
+    tables = (trl_lengths.RULES, trl_optimizers.RULES, trl_models.RULES, trl_data.RULES)
+    tables += (sampling_trainers.RULES,) if ALGORITHMS[trainer] == "grpo" else (offline_trainers.RULES[trainer],)
+    patterns = [pattern for table in tables for rule in table for pattern in rule.patterns]
+    names = (*trl_defaults.of(trainer), *WITHOUT_EFFECT[trainer].split())
+    return field in names or any(fits(pattern, field) for pattern in patterns)
 
 
 @functools.cache
