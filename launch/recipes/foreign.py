@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +101,19 @@ def _is_trl(source: ForeignSource) -> bool:
     return source.path.suffix == ".sh" and re.search(starts, source.text, re.DOTALL) is not None
 
 
+def _is_prime_rl(source: ForeignSource) -> bool:
+    if source.path.suffix == ".toml":
+        try:
+            names = tomllib.loads(source.text).keys()
+        except tomllib.TOMLDecodeError:
+            return True  # whose reader says what is wrong
+        return bool(names & {"orchestrator", "trainer", "optim", "train", "ckpt"})
+    return source.path.suffix == ".sh" and re.search(r"\buv run (?:\S+ )*(?:rl|sft) ", source.text) is not None
+
+
 FORMATS = (
     ForeignFormat("verl", "recipe", "a configuration of verl", _is_verl),
+    ForeignFormat("prime_rl", "recipe", "a configuration of prime-rl", _is_prime_rl),
     ForeignFormat("trl", "recipe", "a configuration of TRL", _is_trl),
     ForeignFormat("nemo_rl", "algorithm", "a recipe of NeMo-RL", _is_nemo_rl),  # last: it reads the parents of a file
 )
