@@ -167,8 +167,14 @@ def test_a_key_that_asks_for_an_extra_names_it(bare, override, extra, tmp_path):
     assert override.partition("=")[0] in line and EXTRAS[extra].paths[0] in line
 
 
-def test_a_recipe_of_nemo_rl_names_the_extra_that_reads_it(bare, tmp_path):
-    recipe = tmp_path / "theirs.yaml"
-    recipe.write_text("grpo: {max_num_steps: 1}\npolicy: {model_name: x}\n")
-    ended = _submit(bare, str(recipe))
-    assert ended.returncode == 2 and "the extra 'nemo_rl' (launch/recipes/nemo_rl)" in ended.stderr
+@pytest.mark.parametrize(
+    ("name", "text", "extra"),
+    [
+        ("theirs.yaml", "grpo: {max_num_steps: 1}\npolicy: {model_name: x}\n", "nemo_rl"),
+        ("run.sh", "python3 -m verl.trainer.main_ppo a.b=1\n", "verl"),
+    ],
+)
+def test_a_foreign_recipe_names_the_extra_that_reads_it(bare, name, text, extra, tmp_path):
+    (tmp_path / name).write_text(text)
+    ended = _submit(bare, str(tmp_path / name))
+    assert ended.returncode == 2 and f"the extra '{extra}' (launch/recipes/{extra})" in ended.stderr

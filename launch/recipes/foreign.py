@@ -90,7 +90,8 @@ def _is_verl(source: ForeignSource) -> bool:
         has = [name for name in ("actor_rollout_ref", "model_engine", "hydra") if name in tree.children]
         sft = all(map(tree.find, ("trainer.total_epochs", "data.train_files")))
         return bool(has or sft) and "policy" not in tree.children
-    return source.path.suffix == ".sh" and re.search(r"\bverl\.[\w.]*trainer", source.text) is not None
+    trainer = r"\bverl[./][\w./]*trainer|\brecipe\.\w+\.main_"
+    return source.path.suffix == ".sh" and re.search(trainer, source.text) is not None
 
 
 def _is_trl(source: ForeignSource) -> bool:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from launch import submit
+from launch.recipes.verl import verl_translation
 from launch.terminal import command_line
 from pipeline import config
 from pipeline.config import RecipeError, reference
@@ -40,6 +41,7 @@ PLACES = {
 KEYS = reference.keys()
 OF_KEYS = {
     "recipes/README.md",
+    "recipes/FOREIGN.md",
     "launch/README.md",
     "launch/OPERATIONS.md",
     "pipeline/algorithms/README.md",
@@ -51,8 +53,8 @@ ids = {"ids": lambda page: str(page.relative_to(ROOT))}
 
 
 def is_theirs(key: str) -> bool:
-    """Return whether NeMo-RL has this key, or keys below it."""
-    return key in THEIRS or any(other.startswith(f"{key}.") for other in THEIRS)
+    """Return whether NeMo-RL or verl has this key, or keys below it."""
+    return key in THEIRS or any(other.startswith(f"{key}.") for other in THEIRS) or verl_translation.knows(key)
 
 
 @pytest.mark.parametrize("package", PACKAGES, **ids)
@@ -176,7 +178,7 @@ def test_commands_are_understood(page):
                 continue
             for override in getattr(request, "overrides", []):
                 key = override.partition("=")[0]
-                if not key.startswith(OF_EXAMPLES) and key != "algorithm":
+                if not key.startswith(OF_EXAMPLES) and key != "algorithm" and not is_theirs(key):
                     reference.explained(key)
 
 
@@ -250,7 +252,7 @@ def test_every_command_is_on_the_page():
 
 def migration() -> list[tuple[str, str]]:
     """Return the rows of the table of keys: theirs, ours."""
-    text = (ROOT / "recipes/README.md").read_text().partition("### Keys")[2]
+    text = (ROOT / "recipes/FOREIGN.md").read_text().partition("### Keys")[2]
     rows = re.findall(r"^\| (.*?) \| (.*) \|$", text, re.MULTILINE)
     return [row for row in rows if row[0] != "NeMo-RL"]
 

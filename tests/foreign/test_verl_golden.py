@@ -57,9 +57,7 @@ EQUAL: dict[str, Callable[[Mapping[str, Any]], Any]] = {  # our key -> its value
     "policy.max_total_sequence_length": lambda c: c["data.max_prompt_length"] + c["data.max_response_length"],
     "policy.generation.max_new_tokens": lambda c: c["data.max_response_length"],
     "policy.generation.temperature": lambda c: c[f"{ROLLOUT}.temperature"],
-    "policy.generation.val_temperature": lambda c: (
-        c[f"{ROLLOUT}.val_kwargs.temperature"] if c[f"{ROLLOUT}.val_kwargs.do_sample"] else 0
-    ),
+    "policy.generation.val_temperature": lambda c: c[f"{ROLLOUT}.val_kwargs.temperature"],
     "policy.generation.top_p": lambda c: c[f"{ROLLOUT}.top_p"],
     "policy.generation.vllm_cfg.tensor_parallel_size": lambda c: c[f"{ROLLOUT}.tensor_model_parallel_size"],
     "data.max_input_seq_length": lambda c: c["data.max_prompt_length"],

@@ -13,7 +13,7 @@ import torch
 
 from launch import submit
 from launch.recipes import reading
-from launch.recipes.verl import data_files, optimizers
+from launch.recipes.verl import optimizers, scored_files
 from launch.terminal import command_line
 from pipeline.algorithms.sections import LossConfig
 from pipeline.config import Loaded, Recipe, RecipeError
@@ -78,23 +78,26 @@ def test_advantages_of_verl_have_the_arguments_that_give_its_numbers(case: dict[
     assert {key: getattr(found, key) for key in case["arguments"]} == case["arguments"]
 
 
-def test_reinforce_plus_plus_has_the_arguments_that_give_verls_numbers(recipe) -> None:
-    for case in goldens("estimates"):
-        if "reinforce" not in case["function"]:
-            continue
-        name = case["function"].removeprefix("compute_").removesuffix("_outcome_advantage")
-        words = [f"algorithm.adv_estimator={name}"]
-        if case["arguments"]["use_kl_in_reward"]:
-            words += ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.2", "algorithm.kl_penalty=kl"]
-        found = recipe(*words)
-        assert found.grpo.adv_estimator.name == "reinforce_plus_plus"
-        assert found.grpo.adv_estimator.minus_baseline == case["arguments"]["minus_baseline"]
-        assert found.loss_fn.reference_policy_kl_penalty == case["arguments"]["reference_policy_kl_penalty"]
-        assert not found.loss_fn.use_kl_in_reward or found.loss_fn.reference_policy_kl_type == "k1"
+def estimates() -> list[dict[str, Any]]:
+    return [case for case in goldens("estimates") if "reinforce" in case["function"]]
+
+
+@pytest.mark.parametrize("case", estimates(), ids=lambda case: case["formula"])
+def test_reinforce_plus_plus_has_the_arguments_that_give_verls_numbers(case: dict[str, Any], recipe) -> None:
+    name = case["function"].removeprefix("compute_").removesuffix("_outcome_advantage")
+    words = [f"algorithm.adv_estimator={name}"]
+    if case["arguments"]["use_kl_in_reward"]:
+        words += ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.2", "algorithm.kl_penalty=kl"]
+    found = recipe(*words)
+    assert found.grpo.adv_estimator.name == "reinforce_plus_plus"
+    assert found.grpo.adv_estimator.minus_baseline == case["arguments"]["minus_baseline"]
+    assert found.loss_fn.reference_policy_kl_penalty == case["arguments"]["reference_policy_kl_penalty"]
+    assert not found.loss_fn.use_kl_in_reward or found.loss_fn.reference_policy_kl_type == "k1"
 
 
 def test_a_critic_has_the_arguments_that_give_verls_numbers(recipe) -> None:
-    found = recipe("algorithm.adv_estimator=gae", "algorithm.lam=0.95", "critic.model.path=a/critic", "critic.optim.lr=2e-5")
+    words = ("algorithm.lam=0.95", "critic.model.path=a/critic", "critic.optim.lr=2e-5", "trainer.critic_warmup=3")
+    found = recipe("algorithm.adv_estimator=gae", *words)
     (case,) = [case for case in goldens("estimates") if case["formula"] == "GAE, normalized"]
     expected = {key: value for key, value in case["arguments"].items() if "kl" not in key}
     assert dataclasses.asdict(found.ppo.adv_estimator) == {**expected, "gae_gamma": 1.0}
@@ -211,7 +214,7 @@ def test_files_have_the_environment_of_their_data_source(recipe, inspect, tmp_pa
     problems = inspect(f"data.train_files={mixed}", f"data.val_files={one}").problems
     assert named(problems) == {("data.train_files", "missing-value")} and "codecontests" in problems[0].message
     given = recipe(f"data.train_files={mixed}", f"data.val_files={one}", line=("env.reward.kind=math",))
-    assert given.env["reward"].kind == "math" and data_files.data_sources(tmp_path / "no.parquet") is None
+    assert given.env["reward"].kind == "math" and scored_files.data_sources(tmp_path / "no.parquet") is None
 
 
 def test_a_score_of_the_user(recipe, tmp_path: Path) -> None:
@@ -344,6 +347,22 @@ def test_variables_of_a_script(tmp_path: Path) -> None:
     assert "run.sh:1: trainer.n_gpus_per_node" in str(error.value) and "Try N=VALUE" in str(error.value)
     found = reading.inspect(str(tmp_path / "run.sh"), ["LR=3e-6", "N=4"]).recipe
     assert (found.policy.optimizer.kwargs["lr"], found.cluster.train.gpus_per_node) == (3e-6, 4)
+
+
+def test_commands_that_start_a_trainer(tmp_path: Path) -> None:
+    """A DAPO recipe in a Ray job, a configuration by name, torchrun's ranks, and a merge of checkpoints afterwards."""
+    script, words = tmp_path / "run.sh", shlex.join(BASE)
+    script.write_text(f"ray job submit --no-wait -- python3 -m recipe.dapo.main_dapo --config-name dapo {words}\n")
+    (tmp_path / "dapo.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {total_epochs: 3}\n")
+    text = "python3 -m verl.model_merger merge --backend fsdp\npython3 -m verl.trainer.main_eval data.path=x\n"
+    script.write_text(script.read_text() + text)
+    assert reading.inspect(str(script)).recipe.grpo.max_num_epochs == 3
+    sft = "data.train_files=/sft.parquet model.path=a/model"
+    script.write_text(f"torchrun --nnodes 2 --nproc_per_node=$N -m verl.trainer.sft_trainer {sft}\n")
+    cluster = reading.inspect(str(script), ["N=4"]).recipe.cluster
+    assert (cluster.train.nodes, cluster.train.gpus_per_node) == (2, 4)
+    with refused(("trainer.n_gpus_per_node", "missing-value")):
+        reading.inspect(str(script))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
     translator      the state of a translation: leaves consumed, our layer with its origins, notes and problems
     rules           tables of rules that a section's leaves follow
     foreign_tree    from a tree in foreign keys to a translation, and from there to layers of a recipe
-    shell_grammar   parses a shell script
     shell_script    finds the arguments of a script's command without running it
+    shell_grammar, shell_nodes, shell_conditions
+                    parse a script; its commands and words; tests, patterns and arithmetic
 
 A reader is an extra with a line in `launch/recipes/foreign.py` and one in `pipeline/seams/extras.py`.
 """

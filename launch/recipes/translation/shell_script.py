@@ -8,10 +8,7 @@ command line, as `NAME=VALUE`. The script's own arguments are `1=VALUE 2=VALUE`.
 
 from __future__ import annotations
 
-import ast
-import fnmatch
 import itertools
-import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,15 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.recipes.translation import shell_grammar as grammar
-from launch.recipes.translation.shell_grammar import Assignment, ParameterExpansion, Text, Word
+from launch.recipes.translation import shell_grammar, shell_nodes
+from launch.recipes.translation.shell_conditions import MARK, Condition, Status, compute, glob_pattern, status_of
+from launch.recipes.translation.shell_nodes import Assignment, ParameterExpansion, Text, Word
 from pipeline.config import Problem, RecipeError, config_tree
 
 MOST_COMMANDS = 20_000
 LONGEST = 1 << 20
 """Characters of a value."""
-MARK = re.compile("\ue000(\\d+)\ue001")
-"""An unknown part of a value: the index of its cause."""
 SUCCEEDS = (":", "true", "echo", "printf", "export", "declare", "local", "readonly", "typeset", "set", "unset", "shift", "cd")
 Recognizes = Callable[[list[str]], bool]
 
@@ -108,7 +104,7 @@ def find_command(
     """
     run = _ScriptRun(path, recognizes, dict(given), assume, environment)
     try:
-        run.commands(grammar.parse(text, path))
+        run.commands(shell_grammar.parse(text, path))
     except _Exit as exit_:
         run.ended_at = 0 if exit_.succeeded else exit_.line
     if run.found is None and run.ended_at:
@@ -130,8 +126,8 @@ class _Exit(Exception):
         self.line, self.succeeded = line, succeeded
 
 
-Status = bool | int
-"""True or False; a number: unknown, by the index of its cause."""
+class _Return(Exception):
+    """`return` in a function."""
 
 
 @dataclass
@@ -142,7 +138,7 @@ class _ScriptRun:
     assume: Mapping[str, str]
     environment: Mapping[str, str]
     variables: dict[str, Any] = field(default_factory=dict)  # str, or a list of Arguments
-    functions: dict[str, grammar.Command] = field(default_factory=dict)
+    functions: dict[str, shell_nodes.Command] = field(default_factory=dict)
     causes: list[Unknown] = field(default_factory=list)
     assumed: dict[str, str] = field(default_factory=dict)
     read: dict[str, str] = field(default_factory=dict)
@@ -169,18 +165,23 @@ class _ScriptRun:
         self.causes.append(Unknown(variable or self.setting, self.line, reason))
         return f"\ue000{len(self.causes) - 1}\ue001"
 
+    def unknown_status(self, reason: str) -> Status:
+        """Return an unknown status."""
+        return status_of(self.unknown(reason))
+
     def fail(self, message: str) -> RecipeError:
+        """Return an error with the line of the command."""
         return RecipeError(Problem("recipe", "bad-format", message, f"{config_tree.short_path(self.path)}:{self.line}"))
 
     # ---- commands ----
 
-    def commands(self, commands: Iterable[grammar.Command]) -> Status:
+    def commands(self, commands: Iterable[shell_nodes.Command]) -> Status:
         status: Status = True
         for command in commands:
             status = self.command(command)
         return status
 
-    def command(self, command: grammar.Command) -> Status:
+    def command(self, command: shell_nodes.Command) -> Status:
         self.count, self.line = self.count + 1, command.line
         if self.count > MOST_COMMANDS:
             raise self.fail(f"the script runs more than {MOST_COMMANDS} commands. Try a script without its loop")
@@ -192,7 +193,7 @@ class _ScriptRun:
         finally:
             self.depth -= 1
 
-    def _simple(self, command: grammar.Simple) -> Status:
+    def _simple(self, command: shell_nodes.Simple) -> Status:
         if not command.words:
             for assignment in command.assignments:
                 self.assign(assignment)
@@ -229,7 +230,7 @@ class _ScriptRun:
             return self.test([word for word in words if not (name == "[" and word == "]")], globs=False)
         if name in ("eval", "exec", "nohup", "command", "builtin"):
             text = " ".join(words)
-            return self.commands(grammar.parse(text, self.path)) if name == "eval" else self.builtin_or_found(words)
+            return self.commands(shell_grammar.parse(text, self.path)) if name == "eval" else self.builtin_or_found(words)
         if name == "false":
             return False
         if name == "unset":
@@ -239,7 +240,7 @@ class _ScriptRun:
             self.arguments = self.arguments[int(words[0]) if words and words[0].isdigit() else 1 :]
         elif name == "set" and "--" in words:
             self.arguments = list(itertools.islice(itertools.dropwhile(lambda word: word != "--", words), 1, None))
-        elif name in grammar.DECLARES:
+        elif name in shell_grammar.DECLARES:
             for word in words:
                 if "=" in word:
                     self.set(word.partition("=")[0], word.partition("=")[2])
@@ -249,33 +250,27 @@ class _ScriptRun:
                     self.variables[word] = self.unknown(f"`{name}` sets {word}", word)
         if name in SUCCEEDS:
             return True
-        self.unknown(f"the status of `{MARK.sub('?', ' '.join([name, *words]))[:60]}`")
-        return len(self.causes) + 1  # above True and False
+        return self.unknown_status(f"the status of `{MARK.sub('?', ' '.join([name, *words]))[:60]}`")
 
     def builtin_or_found(self, words: list[Argument]) -> Status:
         return self.builtin(words[0], words[1:]) if words else True
 
-    def _testcommand(self, command: grammar.TestCommand) -> Status:
+    def _testcommand(self, command: shell_nodes.TestCommand) -> Status:
         tokens = [token if isinstance(token, str) else self.word(token, in_test=True) for token in command.tokens]
         operators = {number for number, token in enumerate(command.tokens) if isinstance(token, str)}
         return self.test(tokens, globs=True, operators=operators)
 
-    def _arithmeticcommand(self, command: grammar.ArithmeticCommand) -> Status:
+    def _arithmeticcommand(self, command: shell_nodes.ArithmeticCommand) -> Status:
         text = self.word(command.expression)
         match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*(\+\+|--|[-+*/%]?=(?!=))\s*(.*)", text, re.DOTALL)
         if match is None:
-            return self.truth(self.arithmetic(text))
+            return status_of(self.arithmetic(text))
         name, sign, value = match.groups()
         expression = value if sign == "=" else f"{name} {sign[0]} ({value or '1'})"
         self.set(name, result := self.arithmetic(expression))
-        return self.truth(result)
+        return status_of(result)
 
-    def truth(self, value: str) -> Status:
-        if match := MARK.search(value):
-            return int(match[1]) + 2
-        return value != "0"
-
-    def _andor(self, command: grammar.AndOr) -> Status:
+    def _andor(self, command: shell_nodes.AndOr) -> Status:
         left = self.command(command.left)
         if isinstance(left, bool):
             return self.command(command.right) if left is (command.operator == "&&") else left
@@ -284,11 +279,11 @@ class _ScriptRun:
         self.hide(left, [command.right])
         return left
 
-    def _negation(self, command: grammar.Negation) -> Status:
+    def _negation(self, command: shell_nodes.Negation) -> Status:
         status = self.command(command.command)
         return not status if isinstance(status, bool) else status
 
-    def _group(self, command: grammar.Group) -> Status:
+    def _group(self, command: shell_nodes.Group) -> Status:
         if not (command.is_subshell or command.is_pipeline):
             return self.commands(command.commands)
         before = dict(self.variables)
@@ -296,7 +291,7 @@ class _ScriptRun:
         self.variables = before
         return status
 
-    def _if(self, command: grammar.If) -> Status:
+    def _if(self, command: shell_nodes.If) -> Status:
         for number, (condition, commands) in enumerate(command.branches):
             status = self.commands(condition)
             if not isinstance(status, bool):
@@ -306,7 +301,7 @@ class _ScriptRun:
                 return self.commands(commands)
         return True
 
-    def _casecommand(self, command: grammar.CaseCommand) -> Status:
+    def _casecommand(self, command: shell_nodes.CaseCommand) -> Status:
         subject = self.word(command.subject, in_test=True)
         if match := MARK.search(subject):
             self.hide(int(match[1]) + 2, [one for _, commands in command.branches for one in commands])
@@ -316,7 +311,7 @@ class _ScriptRun:
                 return self.commands(commands)
         return True
 
-    def _for(self, command: grammar.For) -> Status:
+    def _for(self, command: shell_nodes.For) -> Status:
         items = self.arguments if command.words is None else [item for word in command.words for item in self.fields(word)]
         for item in list(items):
             if match := MARK.search(item):
@@ -326,7 +321,7 @@ class _ScriptRun:
             self.commands(command.commands)
         return True
 
-    def _while(self, command: grammar.While) -> Status:
+    def _while(self, command: shell_nodes.While) -> Status:
         while True:
             status = self.commands(command.condition)
             if not isinstance(status, bool):
@@ -336,11 +331,11 @@ class _ScriptRun:
                 return True
             self.commands(command.commands)
 
-    def _functiondefinition(self, command: grammar.FunctionDefinition) -> Status:
+    def _functiondefinition(self, command: shell_nodes.FunctionDefinition) -> Status:
         self.functions[command.name] = command.body
         return True
 
-    def hide(self, status: int, commands: Iterable[grammar.Command]) -> None:
+    def hide(self, status: int, commands: Iterable[shell_nodes.Command]) -> None:
         """Make the variables unknown that commands assign which may or may not run. status: the unknown condition's."""
         cause = self.causes[status - 2]
         for node in _nodes(tuple(commands)):
@@ -349,7 +344,7 @@ class _ScriptRun:
                 self.causes.append(Unknown(cause.variable or node.name, cause.line, reason))
                 if node.name not in self.given:
                     self.variables[node.name] = f"\ue000{len(self.causes) - 1}\ue001"
-            elif isinstance(node, grammar.Simple) and node.words:
+            elif isinstance(node, shell_nodes.Simple) and node.words:
                 words = [self.word(word) for word in node.words if isinstance(word, Word)]
                 if self.recognizes(words):
                     self.hidden.append(status - 2)
@@ -476,19 +471,19 @@ class _ScriptRun:
     def part(self, part: Any, in_test: bool = False) -> str:
         if isinstance(part, Text):
             return part.text
-        if isinstance(part, grammar.Arithmetic):
+        if isinstance(part, shell_nodes.Arithmetic):
             return self.arithmetic(self.word(part.expression))
-        if isinstance(part, grammar.Substitution):
-            known = self.output(grammar.parse(part.text, self.path))
+        if isinstance(part, shell_nodes.Substitution):
+            known = self.output(shell_grammar.parse(part.text, self.path))
             return known if known is not None else self.unknown(f"`$({' '.join(part.text.split())[:60]})`")
         return self.parameter(part, in_test)
 
-    def output(self, commands: tuple[grammar.Command, ...]) -> str | None:
+    def output(self, commands: tuple[shell_nodes.Command, ...]) -> str | None:
         """Return the output of commands that name a path, such as `cd "$(dirname "$0")/.." && pwd`; None for others."""
         line, folder = self.line, self.variables["PWD"]
-        if len(commands) == 1 and isinstance(both := commands[0], grammar.AndOr) and both.operator == "&&":
+        if len(commands) == 1 and isinstance(both := commands[0], shell_nodes.AndOr) and both.operator == "&&":
             commands = (both.left, both.right)
-        simple = [one for one in commands if isinstance(one, grammar.Simple)]
+        simple = [one for one in commands if isinstance(one, shell_nodes.Simple)]
         fields = [self.fields(word) for one in simple for word in one.words if isinstance(word, Word)]
         self.line = line
         texts = [item for one in fields for item in one if item != "--"]
@@ -570,7 +565,7 @@ class _ScriptRun:
             return rest[: int(bounds[1])] if len(bounds) > 1 else rest
         if sign in ("/", "//"):
             text, _, new = self.word(argument or Word((), 0)).partition("/")
-            return re.sub(_glob(text), lambda _: new, value, count=0 if sign == "//" else 1)
+            return re.sub(glob_pattern(text), lambda _: new, value, count=0 if sign == "//" else 1)
         pattern = self.pattern(argument or Word((), 0))
         cuts: Iterable[int] = range(len(value) + 1)
         from_start = sign[0] == "#"
@@ -586,13 +581,13 @@ class _ScriptRun:
     def pattern(self, word: Word) -> str:
         """Return a regular expression for a pattern of bash, in which quoted characters stand for themselves."""
         texts = [(self.part(part, True), part.quoted) for part in word.parts]
-        return "".join(re.escape(text) if quoted else _glob(text) for text, quoted in texts)
+        return "".join(re.escape(text) if quoted else glob_pattern(text) for text, quoted in texts)
 
     # ---- tests and arithmetic ----
 
     def test(self, tokens: list[str], globs: bool, operators: set[int] | None = None) -> Status:
         """Evaluate `[ ... ]`, or `[[ ... ]]` with globs=True. operators: the indices of tokens that are operators."""
-        return _TestEvaluation(self, tokens, globs, operators).evaluate()
+        return Condition(self, tokens, globs, operators).evaluate()
 
     def arithmetic(self, text: str) -> str:
         """Return the value of an expression of whole numbers."""
@@ -605,183 +600,17 @@ class _ScriptRun:
             if match := MARK.search(names[name]):
                 return match[0]
         try:
-            return str(_compute(text, names))
+            return str(compute(text, names))
         except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError):
             raise self.fail(f"got (({text.strip()[:60]})); expected an expression of whole numbers") from None
 
 
-class _Return(Exception):
-    """`return` in a function."""
-
-
-FILE_TESTS = ("-e", "-f", "-d", "-r", "-w", "-x", "-s", "-L", "-h", "-p", "-S", "-t")
-NUMBER_TESTS = {"-eq": "eq", "-ne": "ne", "-lt": "lt", "-le": "le", "-gt": "gt", "-ge": "ge"}
-BINARY = {"=", "==", "!=", "=~", "<", ">", *NUMBER_TESTS}
-
-
-@dataclass
-class _TestEvaluation:
-    run: _ScriptRun
-    tokens: list[str]
-    globs: bool
-    operators: set[int] | None
-    at: int = 0
-
-    def evaluate(self) -> Status:
-        if not self.tokens:
-            return False
-        status = self.alternatives()
-        if self.at < len(self.tokens):
-            raise self.run.fail(f"got '{self.tokens[self.at]}' in a test; expected its end")
-        return status
-
-    def is_operator(self, *texts: str) -> bool:
-        fits = self.at < len(self.tokens) and self.tokens[self.at] in texts
-        return fits and (self.operators is None or self.at in self.operators or self.tokens[self.at] == "!")
-
-    def alternatives(self) -> Status:
-        status = self.conjunction()
-        while self.is_operator("||", "-o"):
-            self.at += 1
-            other = self.conjunction()
-            status = True if status is True or other is True else (other if status is False else status)
-        return status
-
-    def conjunction(self) -> Status:
-        status = self.negation()
-        while self.is_operator("&&", "-a"):
-            self.at += 1
-            other = self.negation()
-            status = False if status is False or other is False else (other if status is True else status)
-        return status
-
-    def negation(self) -> Status:
-        if self.is_operator("!") and self.at + 1 < len(self.tokens):
-            self.at += 1
-            status = self.negation()
-            return not status if isinstance(status, bool) else status
-        if self.is_operator("("):
-            self.at += 1
-            status = self.alternatives()
-            self.at += 1
-            return status
-        return self.primary()
-
-    def primary(self) -> Status:
-        left = self.tokens[self.at]
-        following = self.tokens[self.at + 1 : self.at + 3]
-        if len(following) == 2 and following[0] in BINARY:
-            self.at += 3
-            return self.compare(left, *following)
-        if left in ("-z", "-n", "-v", *FILE_TESTS) and following:
-            self.at += 2
-            return self.unary(left, following[0])
-        self.at += 1
-        return self.run.truth(left) if MARK.search(left) else left != ""
-
-    def unary(self, sign: str, text: str) -> Status:
-        if sign == "-v":
-            return self.run.lookup(text) is not None
-        if sign in ("-z", "-n"):
-            rest = MARK.sub("", text)
-            if rest == "" and MARK.search(text):
-                return self.run.truth(text)
-            return (text == "") is (sign == "-z")
-        self.run.unknown(f"`{sign} {MARK.sub('?', text)[:60]}`, a test of a file")
-        return len(self.run.causes) + 1
-
-    def compare(self, left: str, sign: str, right: str) -> Status:
-        for text in (left, right):
-            if MARK.search(text):
-                return self.run.truth(text)
-        if sign in NUMBER_TESTS:
-            numbers = [self.run.arithmetic(text or "0") for text in (left, right)]
-            unknown = next((number for number in numbers if MARK.search(number)), None)
-            if unknown is not None:
-                return self.run.truth(unknown)
-            return getattr(operator, NUMBER_TESTS[sign])(*map(int, numbers))
-        if sign in "<>":
-            return left < right if sign == "<" else left > right
-        if sign == "=~":
-            try:
-                return re.search(right, left) is not None
-            except re.error:
-                self.run.unknown(f"the regular expression {right[:40]}")
-                return len(self.run.causes) + 1
-        equal = re.fullmatch(_glob(right), left, re.DOTALL) is not None if self.globs else left == right
-        return equal is (sign != "!=")
-
-
-OPERATIONS: dict[type, Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
-"""Operators that are the same in bash and in Python."""
-
-
-def _compute(text: str, names: Mapping[str, str], depth: int = 0) -> int:
-    """Return the value of bash's arithmetic expression. names: the values of its variables, which may be expressions."""
-    if depth > 10 or len(text) > 1000:
-        raise ValueError(text)
-    choice = re.fullmatch(r"([^?]*)\?([^:]*):(.*)", text, re.DOTALL)
-    if choice:
-        condition, one, other = choice.groups()
-        return _compute(one if _compute(condition, names, depth + 1) else other, names, depth + 1)
-    source = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
-    source = re.sub(r"\b0([0-7]+)\b", r"0o\1", source)
-
-    def value(node: ast.AST) -> int:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.Name):
-            return _compute(names.get(node.id, "0"), names, depth + 1)
-        if isinstance(node, ast.UnaryOp):
-            inner = value(node.operand)
-            return {ast.USub: -inner, ast.UAdd: inner, ast.Not: int(not inner), ast.Invert: ~inner}[type(node.op)]
-        if isinstance(node, ast.BoolOp):
-            results = [value(one) for one in node.values]
-            return int(all(results) if isinstance(node.op, ast.And) else any(results))
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return int(OPERATIONS[type(node.ops[0])](value(node.left), value(node.comparators[0])))
-        if isinstance(node, ast.BinOp):
-            return _binary(node.op, value(node.left), value(node.right))
-        raise ValueError(text)
-
-    return value(ast.parse(f"({source})", mode="eval").body)
-
-
-def _binary(sign: ast.operator, left: int, right: int) -> int:
-    if isinstance(sign, ast.Div | ast.Mod):  # bash rounds towards zero
-        quotient = abs(left) // abs(right) * (1 if (left < 0) is (right < 0) else -1)
-        return quotient if isinstance(sign, ast.Div) else left - quotient * right
-    if isinstance(sign, ast.Pow | ast.LShift | ast.RShift):
-        if not 0 <= right < 64 or abs(left) > 1 << 63:
-            raise ValueError(right)
-        return left**right if isinstance(sign, ast.Pow) else left << right if isinstance(sign, ast.LShift) else left >> right
-    return OPERATIONS[type(sign)](left, right)
-
-
-def _glob(text: str) -> str:
-    """Return a regular expression for a pattern of file names, without anchors."""
-    return fnmatch.translate(text).removeprefix("(?s:").removesuffix(")\\Z")
-
-
-def _runs_programs_only(command: grammar.Command) -> bool:
+def _runs_programs_only(command: shell_nodes.Command) -> bool:
     """Return whether a command runs programs other than tests, so that a script counts on their success."""
-    if isinstance(command, grammar.AndOr):
+    if isinstance(command, shell_nodes.AndOr):
         return _runs_programs_only(command.right)
-    return isinstance(command, grammar.Simple | grammar.Group) and not (
-        isinstance(command, grammar.Simple)
+    return isinstance(command, shell_nodes.Simple | shell_nodes.Group) and not (
+        isinstance(command, shell_nodes.Simple)
         and command.words
         and isinstance(command.words[0], Word)
         and command.words[0].literal in ("[", "test")

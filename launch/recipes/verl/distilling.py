@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.recipes.translation.rules import Changed, Done, Ignored, Only, apply
 from launch.recipes.translation.translator import Translator
-from launch.recipes.verl import data_files
+from launch.recipes.verl import scored_files
 from launch.recipes.verl.verl_defaults import ACTOR
 
 KEY, LOSS = "distillation", "distillation.distillation_loss"
@@ -71,7 +71,7 @@ def _teachers(t: Translator, gradient: bool) -> None:
             continue
         environments: list[Any] = list(t.layer.get("env", {}))
         if len(teachers) > 1:
-            score = data_files.score_of(str(one.get("key") or name))
+            score = scored_files.score_of(str(one.get("key") or name))
             environments = [score.name] if score else [name]
         for environment in environments:
             t.put(f"on_policy_distillation.teachers.{environment}.model_name", model, path)

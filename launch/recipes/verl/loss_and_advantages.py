@@ -1,7 +1,7 @@
 """Translate `algorithm` and the loss of the actor: estimators of advantages, clipping, KL, entropy, rollout correction.
 
-The formulas are those of verl/trainer/ppo/core_algos.py and rollout_corr_helper.py. `tests/foreign/test_verl_numbers.py`
-compares values.
+The formulas are those of verl/trainer/ppo/core_algos.py and rollout_corr_helper.py. `python -m tests.foreign.verl_numbers
+CLONE` compares losses and gradients.
 """
 
 from __future__ import annotations
@@ -203,8 +203,11 @@ def _correction(t: Translator) -> None:
         return  # the ratio is the correction; rollout_is then has no effect on it
     if weights is None:
         return
-    if weights != "token" and t.get(f"{ACTOR}.policy_loss.loss_mode") != "gspo":
-        t.lacks(f"{key}.rollout_is", weights, "importance weights of whole sequences", "token")
+    ours = (
+        "sequence" if t.get_layer("loss_fn.sequence_level_importance_ratios") else "token"
+    )  # with GSPO, ours are of sequences
+    if weights != ours:
+        t.lacks(f"{key}.rollout_is", weights, f"importance weights of {weights}s with this loss", ours)
         return
     t.put("loss_fn.use_importance_sampling_correction", True, f"{key}.rollout_is")
     if isinstance(bound, str):

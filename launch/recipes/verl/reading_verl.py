@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launch.recipes.foreign import ForeignSource
@@ -16,6 +17,7 @@ from pipeline.config.loading import Layers
 
 TRAINERS = {
     "main_ppo": "ppo",
+    "main_dapo": "ppo",  # in recipe/dapo, with the keys of main_ppo
     "main_ppo_sync": "ppo",
     "sft_trainer": "sft",
     "sft_trainer_ray": "sft",
@@ -30,6 +32,8 @@ CONFIGS = {  # verl's own files that a `defaults:` list or --config-name may nam
     "_generated_ppo_megatron_trainer": ("ppo", "megatron"),
 }
 ENGINES = {"dp": "dp", "fsdp": "dp", "fsdp2": "dp", "megatron": "megatron"}
+OPTIONS = {"cn": "config-name", "cp": "config-path", "cd": "config-dir"}
+"""Short names of Hydra's options that have a value."""
 ASSUMED = {"DEVICE": "gpu"}
 """Variables of verl's scripts that a program sets otherwise. Its scripts run on NVIDIA's GPUs or on Ascend NPUs."""
 NAMES_OF_A_RUN = ("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir", "trainer.rollout_data_dir")
@@ -44,6 +48,7 @@ class VerlConfig:
     kind: str  # ppo or sft
     engine: str  # dp or megatron
     notes: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)  # value of a variable of the environment -> as written
 
 
 def read(source: ForeignSource) -> Layers:
@@ -53,6 +58,7 @@ def read(source: ForeignSource) -> Layers:
     overrides = hydra_overrides.parse((word, COMMAND_LINE) for word in theirs)
     config = _with(config, overrides)
     tree = foreign_tree.resolve(over_defaults(config))
+    tree = replace(tree, environment={**config.environment, **tree.environment})
     own = {key: origin for key, origin in tree.origins.items() if origin}
     has_environment = any(key.startswith("env.") for key, _ in ours)
     t = verl_translation.translate(tree.values, own, config.kind, config.engine, has_environment)
@@ -102,27 +108,39 @@ def _trainer(words: list[str]) -> str | None:
     return None
 
 
+def _kind_of(words: list[str]) -> str | None:
+    """Return the kind of the configuration of a command's trainer; None if the trainer is not supported."""
+    module = _trainer(words) or ""
+    return None if ".experimental." in module else TRAINERS.get(module.rpartition(".")[2])
+
+
+def _names(find: Callable[[list[str]], str | None], words: list[str]) -> bool:
+    return find(words) is not None
+
+
 def of_script(source: ForeignSource, variables: Mapping[str, str]) -> VerlConfig:
     """Return what the last command of a script that starts a trainer of verl passes to it. variables: see `find_command`."""
-    command = shell_script.find_command(source.text, source.path, lambda words: _trainer(words) is not None, variables, ASSUMED)
+    command = None
+    for is_theirs in (_kind_of, _trainer):  # a trainer that is supported goes before verl's other programs
+        if command is None:
+            known = functools.partial(_names, is_theirs)
+            command = shell_script.find_command(source.text, source.path, known, variables, ASSUMED)
     shown = config_tree.short_path(source.path)
     if command is None:
         message = "has no command that starts a trainer of verl; expected one such as python3 -m verl.trainer.main_ppo"
         raise RecipeError(Problem("recipe", "bad-format", message, shown))
     module = str(_trainer([str(word) for word in command.words]))
-    kind = TRAINERS.get(module.rpartition(".")[2])
-    if kind is None or ".experimental." in module:
+    kind = _kind_of([str(word) for word in command.words])
+    if kind is None:
         what = "fully asynchronous training" if "fully_async" in module else "this trainer of verl"
         message = f"got {module}; Hetstep does not support {what}. Try a script of verl.trainer.main_ppo or sft_trainer"
         raise RecipeError(Problem("recipe", "unsupported", message, command.origin(command.words[0])))
     found = [number for number, word in enumerate(command.words) if _trainer([str(word)]) is not None]
     before, words = command.words[: found[0]], command.words[found[0] + 1 :]
-    options = [str(word) for word in words if word.startswith("-") and re.match(r"-[A-Za-z-]", word)]
+    options, words = _options(words)
     pairs, problems = [], []
     for word in words:
         key = word.partition("=")[0].lstrip("+~")
-        if word.startswith("-") and str(word) in options:
-            continue
         if not command.is_known(word) and key not in NAMES_OF_A_RUN:
             problems += filter(None, [command.problem(key, word)])
             continue
@@ -131,44 +149,60 @@ def of_script(source: ForeignSource, variables: Mapping[str, str]) -> VerlConfig
         raise RecipeError(*problems)
     config = _named_config(options, source.path, kind) or VerlConfig(ConfigMapping(), kind, "dp")
     config = _with(config, hydra_overrides.parse(pairs))
-    config = replace(config, notes=(*config.notes, *_notes(command)))
-    return _with_launched_ranks(config, [str(word) for word in before], shown)
+    read = {name: value for name, value in command.read.items() if name not in ("HOME", "PATH", "USER", "PWD")}
+    written = {value: f"${{oc.env:{name}}}" for name, value in read.items()}
+    config = replace(config, notes=(*config.notes, *_notes(command, sorted(read))), environment=written)
+    return _with_launched_ranks(config, before, command) if kind == "sft" else config
 
 
-def _notes(command: shell_script.Command) -> list[str]:
+def _options(words: list[shell_script.Argument]) -> tuple[dict[str, str], list[shell_script.Argument]]:
+    """Return (value of each of Hydra's options, the other words). An option has its value after `=`, or as the next word."""
+    options, others, left = {}, [], list(words)
+    while left:
+        word = left.pop(0)
+        if not re.match(r"--?[A-Za-z]", word):
+            others.append(word)
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        name = OPTIONS.get(name, name)
+        options[name] = str(left.pop(0)) if name in OPTIONS.values() and not equals and left else value
+    return options, others
+
+
+def _notes(command: shell_script.Command, names: list[str]) -> list[str]:
     assumed = [
         f"{name}={value}: the script asks a program for it; {name}=VALUE on the command line sets another value"
         for name, value in command.assumed.items()
     ]
-    names = sorted(name for name in command.read if name not in ("HOME", "PATH", "USER", "PWD"))
     read = [f"{', '.join(names)}: the script reads these variables of your environment"] if names else []
     return assumed + read
 
 
-def _with_launched_ranks(config: VerlConfig, words: list[str], shown: str) -> VerlConfig:
-    """Add the nodes and GPUs that torchrun starts; the SFT trainer has no key for them then."""
-    tree = config.tree
-    for option, key in (("nproc_per_node", "trainer.n_gpus_per_node"), ("nnodes", "trainer.nnodes")):
-        matches = [re.match(rf"--{option.replace('_', '[_-]')}(?:=(.*))?$", word) for word in words]
-        for number, match in enumerate(matches):
-            value = match and (match[1] or "".join(words[number + 1 : number + 2]))
-            if value and value.isdigit() and config.kind == "sft":
-                tree.set(key, ConfigValue(int(value), shown))
-    return replace(config, tree=tree)
+def _with_launched_ranks(config: VerlConfig, words: list[shell_script.Argument], command: shell_script.Command) -> VerlConfig:
+    """Add the nodes and GPUs that torchrun starts, since the SFT trainer has no keys for them."""
+    for option, key in (("nproc[_-]per[_-]node", "trainer.n_gpus_per_node"), ("nnodes", "trainer.nnodes")):
+        for number, word in enumerate(words):
+            if (match := re.match(rf"--{option}(?:=(.*))?$", word, re.DOTALL)) is None:
+                continue
+            value = match[1] or "".join(words[number + 1 : number + 2])
+            if (problem := command.problem(key, value)) is not None:
+                raise RecipeError(problem)
+            if value.isdigit():
+                config.tree.set(key, ConfigValue(int(value), command.origin(word)))
+    return config
 
 
 # ---- YAML ------------------------------------------------------------------------------------------------------------------
 
 
-def _named_config(options: list[str], script: Path, kind: str) -> VerlConfig | None:
+def _named_config(options: Mapping[str, str], script: Path, kind: str) -> VerlConfig | None:
     """Return the configuration that --config-name of a script names; None if it names none."""
-    named = {name: value for option in options for name, _, value in [option.lstrip("-").partition("=")]}
-    name = named.get("config-name", "").removesuffix(".yaml")
+    name = options.get("config-name", "").removesuffix(".yaml")
     if not name:
         return None
     if name in CONFIGS:
         return VerlConfig(ConfigMapping(), *CONFIGS[name])
-    folders = [script.parent / named.get("config-path", "."), Path(named.get("config-path", "."))]
+    folders = [script.parent / options.get("config-path", "."), Path(options.get("config-path", "."))]
     for folder in folders:
         if (path := folder / f"{name}.yaml").is_file():
             return _of_file(path, kind)

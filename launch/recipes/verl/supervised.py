@@ -7,7 +7,7 @@ from typing import Any
 
 from launch.recipes.translation.rules import Done, Ignored, Only, apply
 from launch.recipes.translation.translator import Translator
-from launch.recipes.verl import engines, optimizers, trainers
+from launch.recipes.verl import optimizers, train_engines, trainers
 
 RULES = (
     Done("data.train_batch_size data.micro_batch_size_per_gpu data.max_token_len_per_gpu data.use_dynamic_bsz data.max_length"),
@@ -26,7 +26,7 @@ def translate(t: Translator, engine: str) -> None:
     steps = trainers.steps(t, "data.train_batch_size")
     _batches(t, engine)
     _data(t)
-    engines.translate(t, "model", "engine", engine)
+    train_engines.translate(t, "model", "engine", engine)
     optimizers.translate(t, "optim", "policy", engine, steps)
     if engine == "dp":
         t.put("policy.max_grad_norm", t.get("optim.clip_grad"), "optim.clip_grad")
@@ -37,7 +37,7 @@ def translate(t: Translator, engine: str) -> None:
 
 
 def _batches(t: Translator, engine: str) -> None:
-    dynamic, ranks = t.get("data.use_dynamic_bsz") is True, engines.sequence_ranks(t, "engine", engine)
+    dynamic, ranks = t.get("data.use_dynamic_bsz") is True, train_engines.sequence_ranks(t, "engine", engine)
     t.put("policy.train_global_batch_size", t.get("data.train_batch_size"), "data.train_batch_size")
     t.put("policy.train_micro_batch_size", t.get("data.micro_batch_size_per_gpu"), "data.micro_batch_size_per_gpu")
     t.put("policy.sequence_packing.enabled", dynamic, "data.use_dynamic_bsz")
@@ -69,5 +69,7 @@ def _data(t: Translator) -> None:
             t.put(f"{key}.data_path", path, files_key)
             t.put(f"{key}.messages_key", t.get("data.messages_key"), "data.messages_key")
             t.put(f"{key}.tools_key", t.get("data.tools_key"), "data.tools_key")
-            if isinstance(most := t.get(most_key), int) and most > 0 and len(paths) == 1:
+            if isinstance(most := t.get(most_key), int) and most > 0:
                 t.put(f"{key}.max_samples", most, most_key)
+                if len(paths) > 1 and number == 0:
+                    t.change(most_key, f"{most} records of each file; in verl of all files together")

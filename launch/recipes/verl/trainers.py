@@ -6,7 +6,7 @@ from typing import Any
 
 from launch.recipes.translation.rules import Changed, Done, Ignored, Only, apply
 from launch.recipes.translation.translator import Translator
-from launch.recipes.verl import data_files
+from launch.recipes.verl import scored_files
 from launch.recipes.verl.verl_defaults import ACTOR, REF, ROLLOUT
 from pipeline.algorithms.sections import UNBOUNDED
 
@@ -65,7 +65,7 @@ def steps(t: Translator, batch_key: str) -> int | None:
     if isinstance(value, int) and value > 0:
         return value
     size, passes = t.get(batch_key), t.get("trainer.total_epochs")
-    records = data_files.count_records(t.get("data.train_files"))
+    records = scored_files.count_records(t.get("data.train_files"))
     if records is None or not isinstance(size, int) or not isinstance(passes, int) or size < 1:
         return None
     most = t.get("data.train_max_samples")
@@ -76,14 +76,18 @@ def translate(t: Translator, algorithm: str) -> None:
     """Translate the trainer of an algorithm that samples."""
     common(t, algorithm, "trainer.max_actor_ckpt_to_keep")
     before = t.consume("trainer.val_before_train")
-    t.put(f"{algorithm}.val_at_start", bool(before), "trainer.val_before_train")
+    t.put(f"{algorithm}.val_at_start", bool(before and t.get("data.val_files")), "trainer.val_before_train")
     if t.consume("trainer.val_only") is True:
         t.put(f"{algorithm}.max_num_steps", 0, "trainer.val_only")
     t.put(f"{algorithm}.max_val_samples", UNBOUNDED, "data.val_max_samples")
     if isinstance(seed := t.consume("data.seed"), int):
         t.put(f"{algorithm}.seed", seed, "data.seed")
     if algorithm == "ppo":
-        t.put("ppo.policy_training_start_step", t.get("trainer.critic_warmup"), "trainer.critic_warmup")
+        warm_up: Any = t.get(
+            "trainer.critic_warmup"
+        )  # the policy learns from this step on, of steps that start at 1; ours at 0
+        start = max(0, warm_up - 1) if isinstance(warm_up, int) else warm_up
+        t.put("ppo.policy_training_start_step", start, "trainer.critic_warmup")
     _colocation(t)
     t.put("checkpointing.async_save", t.get(f"{ACTOR}.checkpoint.async_save") is True, f"{ACTOR}.checkpoint.async_save")
     apply(t, RULES)

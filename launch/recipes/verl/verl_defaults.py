@@ -1,6 +1,6 @@
 """verl's defaults of the keys that are translated, by the file of verl/trainer/config that has them.
 
-`tests/foreign/test_verl_defaults.py` compares the table with a clone of verl.
+`tests/foreign/test_verl_golden.py` compares the table with what Hydra composes from a clone of verl.
 """
 
 from __future__ import annotations
@@ -115,13 +115,11 @@ PPO: dict[str, Any] = {
             "enable_chunked_prefill": True,
             "enable_prefix_caching": True,
             "log_prob_micro_batch_size_per_gpu": None,
-            "do_sample": True,
             "quantization": None,
             "val_kwargs.top_k": -1,
             "val_kwargs.top_p": 1.0,
             "val_kwargs.temperature": 0,
             "val_kwargs.n": 1,
-            "val_kwargs.do_sample": False,
             "multi_turn.enable": False,
         }.items()
     },

@@ -9,15 +9,15 @@ from typing import Any
 from launch.recipes.translation.rules import Rule, fits, under
 from launch.recipes.translation.translator import Translation, Translator
 from launch.recipes.verl import (
-    batches,
+    batch_sizes,
     critics,
-    data_files,
     distilling,
-    engines,
     loss_and_advantages,
     optimizers,
-    rollouts,
+    rollout_section,
+    scored_files,
     supervised,
+    train_engines,
     trainers,
     verl_defaults,
 )
@@ -25,16 +25,16 @@ from launch.recipes.verl.verl_defaults import ACTOR, MODEL
 
 TABLES: tuple[Rule, ...] = (
     *loss_and_advantages.RULES,
-    *batches.RULES,
+    *batch_sizes.RULES,
     *critics.RULES,
-    *data_files.RULES,
+    *scored_files.RULES,
     *distilling.RULES,
-    *rollouts.RULES,
+    *rollout_section.RULES,
     *under(f"{ACTOR}.optim", optimizers.RULES),
-    *under(MODEL, engines.MODEL),
-    *under(f"{ACTOR}.fsdp_config", engines.FSDP),
-    *under(f"{ACTOR}.megatron", engines.MEGATRON_RULES),
-    *under(f"{ACTOR}.megatron.override_transformer_config", engines.TRANSFORMER),
+    *under(MODEL, train_engines.MODEL),
+    *under(f"{ACTOR}.fsdp_config", train_engines.FSDP),
+    *under(f"{ACTOR}.megatron", train_engines.MEGATRON_RULES),
+    *under(f"{ACTOR}.megatron.override_transformer_config", train_engines.TRANSFORMER),
     *trainers.RULES,
     *supervised.RULES,
 )
@@ -63,10 +63,10 @@ def _online(t: Translator, engine: str, has_environment: bool) -> None:
     steps = trainers.steps(t, "data.train_batch_size")
     t.put("algorithm", algorithm, "distillation.enabled" if distills else "algorithm.adv_estimator")
     loss_and_advantages.translate(t, algorithm)
-    batches.translate(t, algorithm, engines.sequence_ranks(t, ACTOR, engine))
-    data_files.translate(t, algorithm, has_environment)
-    rollouts.translate(t, algorithm)
-    engines.translate(t, MODEL, ACTOR, engine)
+    batch_sizes.translate(t, algorithm, train_engines.sequence_ranks(t, ACTOR, engine))
+    scored_files.translate(t, algorithm, has_environment)
+    rollout_section.translate(t, algorithm)
+    train_engines.translate(t, MODEL, ACTOR, engine)
     optimizers.translate(t, f"{ACTOR}.optim", "policy", engine, steps)
     if engine == "dp":
         t.put("policy.max_grad_norm", t.consume(f"{ACTOR}.grad_clip"), f"{ACTOR}.grad_clip")

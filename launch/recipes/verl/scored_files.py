@@ -147,8 +147,11 @@ def _data_sets(t: Translator, split: str, key: str, files: list[str], custom: Sc
         values = {"data_path": path, "input_key": t.get("data.prompt_key"), "output_key": ANSWER, "env_name": environment}
         for column, value in values.items():
             t.put(f"{ours}.{column}", value, key)
-        if isinstance(most, int) and most > 0 and len(files) == 1:
-            t.put(f"{ours}.max_samples", most, f"data.{'train' if split == 'train' else 'val'}_max_samples")
+        if isinstance(most, int) and most > 0:
+            samples_key = f"data.{'train' if split == 'train' else 'val'}_max_samples"
+            t.put(f"{ours}.max_samples", most, samples_key)
+            if len(files) > 1 and name == names[0]:
+                t.change(samples_key, f"{most} records of each file; in verl of all files together")
     t.consume("data.prompt_key")
     return found
 

@@ -27,7 +27,8 @@ RULES = under(
     ROLLOUT,
     (
         Done(f"{' '.join(COPIED)} n name nnodes top_k prompt_length response_length max_model_len"),
-        Done("do_sample val_kwargs.temperature val_kwargs.top_p val_kwargs.top_k val_kwargs.n val_kwargs.do_sample"),
+        Done("val_kwargs.temperature val_kwargs.top_p val_kwargs.top_k val_kwargs.n"),
+        Ignored("do_sample val_kwargs.do_sample"),  # which verl's rollouts do not read
         Done("expert_parallel_size log_prob_micro_batch_size_per_gpu quantization enable_chunked_prefill multi_turn.enable"),
         Only("ignore_eos", (False, None), "answers that go on after the end token", "false"),
         Only("dtype", ("bfloat16", "float16", "float32", "auto", None), "this precision of engines", "bfloat16"),
@@ -59,8 +60,6 @@ def translate(t: Translator, algorithm: str) -> None:
     for name, ours in COPIED.items():
         t.put(ours, t.get(f"{ROLLOUT}.{name}"), f"{ROLLOUT}.{name}")
     t.put(f"{GENERATION}.top_k", _top_k(t.get(f"{ROLLOUT}.top_k")), f"{ROLLOUT}.top_k")
-    if t.get(f"{ROLLOUT}.do_sample") is False:
-        t.lacks(f"{ROLLOUT}.do_sample", False, "training on greedy answers", "true")
     _validation(t, algorithm)
     experts = t.get(f"{ROLLOUT}.expert_parallel_size")
     if isinstance(experts, int) and experts > 1:
@@ -102,14 +101,11 @@ def _lengths(t: Translator, prompt: tuple[Any, str], answer: tuple[Any, str]) ->
 
 
 def _validation(t: Translator, algorithm: str) -> None:
-    """Translate the sampling in validation, which is greedy without do_sample."""
+    """Translate the sampling in validation. verl's rollouts do not read val_kwargs.do_sample; a temperature of 0 is greedy."""
     key = f"{ROLLOUT}.val_kwargs"
-    greedy = t.get(f"{key}.do_sample") is not True
-    t.put(f"{GENERATION}.val_temperature", 0.0 if greedy else t.get(f"{key}.temperature"), f"{key}.temperature")
-    t.put(f"{GENERATION}.val_top_p", 1.0 if greedy else t.get(f"{key}.top_p"), f"{key}.top_p")
-    t.put(f"{GENERATION}.val_top_k", None if greedy else _top_k(t.get(f"{key}.top_k")), f"{key}.top_k")
-    if greedy and t.origins.get(f"{key}.temperature") and t.get(f"{key}.temperature"):
-        t.ignore(f"{key}.temperature={t.get(f'{key}.temperature')}", "validation is greedy while val_kwargs.do_sample is false")
+    t.put(f"{GENERATION}.val_temperature", t.get(f"{key}.temperature"), f"{key}.temperature")
+    t.put(f"{GENERATION}.val_top_p", t.get(f"{key}.top_p"), f"{key}.top_p")
+    t.put(f"{GENERATION}.val_top_k", _top_k(t.get(f"{key}.top_k")), f"{key}.top_k")
     t.put(f"{algorithm}.val_num_generations_per_prompt", t.get(f"{key}.n"), f"{key}.n")
 
 

@@ -14,6 +14,14 @@ PRECISIONS["fp32"] = "float32"
 TEXT = "images, sound or video"
 NPU = "selects kernels of another accelerator or engine"
 
+MEGATRON_LORA = {  # model/hf_model.yaml, `lora`
+    "dropout": 0.0,
+    "dropout_position": "pre",
+    "lora_A_init_method": "xavier",
+    "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+    "exclude_modules": [],
+}
+
 MODEL = (
     Done("path tokenizer_path custom_chat_template enable_gradient_checkpointing use_liger"),
     Done("lora_rank lora_alpha target_modules exclude_modules"),
@@ -206,9 +214,8 @@ def _adapters(t: Translator, model: str, ours: str) -> None:
     t.put(f"{ours}.dim", rank, rank_key)
     t.put(f"{ours}.alpha", t.get(alpha, 32 if megatron else 16), alpha)
     if megatron:
-        for name in ("dropout", "dropout_position", "lora_A_init_method", "exclude_modules", "target_modules"):
-            if (value := t.consume(f"{model}.lora.{name}")) is not None:
-                t.put(f"{ours}.{name}", value, f"{model}.lora.{name}")
+        for name, default in MEGATRON_LORA.items():
+            t.put(f"{ours}.{name}", t.consume(f"{model}.lora.{name}", default), f"{model}.lora.{name}")
         return
     t.put(f"{ours}.lora_A_init", "kaiming", rank_key)  # peft's own
     targets: Any = t.get(f"{model}.target_modules")
