@@ -108,7 +108,7 @@ def _is_prime_rl(source: ForeignSource) -> bool:
             names = tomllib.loads(source.text).keys()
         except tomllib.TOMLDecodeError:
             return True  # whose reader says what is wrong
-        return bool(names & {"orchestrator", "trainer", "optim", "train", "ckpt"})
+        return bool(names & {"orchestrator", "trainer", "optim", "train", "ckpt"}) or {"data", "model"} <= names
     return source.path.suffix == ".sh" and re.search(r"\buv run (?:\S+ )*(?:rl|sft) ", source.text) is not None
 
 

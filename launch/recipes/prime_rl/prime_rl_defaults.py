@@ -88,7 +88,11 @@ def of_rl() -> dict[str, Any]:
     values = {f"trainer.model.{key}": value for key, value in MODEL.items()}
     values |= {f"orchestrator.{key}": value for key, value in ORCHESTRATOR.items()}
     values |= {f"inference.vllm.{key}": value for key, value in VLLM.items()}
-    return values | {"trainer.max_steps": None, "orchestrator.algo.type": "grpo", "trainer.loss.type": "default"} | _common("trainer.")
+    return (
+        values
+        | {"trainer.max_steps": None, "orchestrator.algo.type": "grpo", "trainer.loss.type": "default"}
+        | _common("trainer.")
+    )
 
 
 def of_sft() -> dict[str, Any]:

@@ -5,9 +5,8 @@ The formulas are those of src/prime_rl/trainer/rl/loss.py and src/prime_rl/orche
 
 from __future__ import annotations
 
-from typing import Any
-
 from launch.recipes.prime_rl.prime_rl_defaults import LOSSES
+from launch.recipes.prime_rl.prime_rl_training import values_of
 from launch.recipes.translation.rules import Done, Ignored, Only, apply
 from launch.recipes.translation.translator import Translator
 
@@ -24,15 +23,12 @@ INSTEAD = {"opd": "grpo, or algorithm=distillation of Hetstep, whose teacher is 
 GRPO = "grpo.async_grpo"
 RULES = (
     Done("orchestrator.algo.type orchestrator.batch_size orchestrator.group_size orchestrator.max_off_policy_steps"),
-    Done("trainer.loss.type trainer.loss.dppo_mask_low trainer.loss.dppo_mask_high trainer.loss.kl_tau"),
     Done("orchestrator.train.filter_zero_advantages"),
-    Only("trainer.loss.adv_tau", (1, 1.0), "a factor on advantages", "1.0"),
     Only("orchestrator.algo.length_penalty", (None,), "a penalty on tokens and turns within a group", "null"),
     Only("orchestrator.algo.length_penalty.*", (), "a penalty on tokens and turns within a group", "no length_penalty"),
     Only("orchestrator.token_batch_size", (None,), "steps of a number of tokens", "batch_size"),
     Only("trainer.enable_router_replay", (False, None), "replay of the sampler's routing", "false"),
     Ignored("orchestrator.algo.sampling.source"),
-    Ignored("orchestrator.algo.* trainer.loss.*"),  # of an algorithm, or a loss, that is a problem
 )
 
 
@@ -59,7 +55,9 @@ def _loss(t: Translator) -> None:
         t.lacks("trainer.loss.type", kind, feature, "default")
         t.consume("trainer.loss")
         return
-    given: dict[str, Any] = {**LOSSES["default"], **t.get("trainer.loss", {})}
+    given = values_of(t, "trainer.loss", LOSSES["default"])
+    if given["adv_tau"] != 1:
+        t.lacks("trainer.loss.adv_tau", given["adv_tau"], "a factor on advantages", "1.0")
     t.put("loss_fn.use_dppo", True, "trainer.loss.type")
     t.put("loss_fn.use_generation_logprobs", True, "trainer.loss.type")
     t.put("loss_fn.ratio_clip_min", given["dppo_mask_low"], "trainer.loss.dppo_mask_low")
@@ -76,17 +74,26 @@ def _loss(t: Translator) -> None:
 
 def _batches(t: Translator) -> None:
     key = "orchestrator.batch_size"
-    size, group = t.get(key), t.get("orchestrator.group_size")
+    size, (group, group_key) = t.get(key), group_size(t)
     if size is None:
         if t.get("orchestrator.token_batch_size") is None:
             t.problem(key, "missing-value", "got null; expected a number of rollouts in a step, or token_batch_size")
         return
     if size % group:
-        text = f"got {size}; expected a multiple of orchestrator.group_size={group}, since a step has whole groups"
+        text = f"got {size}; expected a multiple of {group_key}={group}, since a step has whole groups"
         t.problem(key, "not-divisible", text)
     t.put("grpo.num_prompts_per_step", max(1, size // group), key)
-    t.put("grpo.num_generations_per_prompt", group, "orchestrator.group_size")
+    t.put("grpo.num_generations_per_prompt", group, group_key)
     t.put("policy.train_global_batch_size", size, key)
+
+
+def group_size(t: Translator) -> tuple[int, str]:
+    """Return (rollouts of a task, the key that says so): the shared size, or the size that all sources have."""
+    shared = t.get("orchestrator.group_size")
+    sizes = {source.get("group_size", shared) for source in t.get("orchestrator.train.source") or []}
+    if len(sizes) == 1 and sizes != {shared}:
+        return sizes.pop(), "orchestrator.train.source"
+    return shared, "orchestrator.group_size"
 
 
 def _staleness(t: Translator) -> None:

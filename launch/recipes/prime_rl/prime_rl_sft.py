@@ -11,7 +11,9 @@ from launch.recipes.translation.translator import Translator
 from pipeline.algorithms.sections import UNBOUNDED
 
 RULES = (
-    Done("data.batch_size data.seq_len data.micro_batch_size data.name data.subsets data.splits data.probabilities data.shuffle"),
+    Done(
+        "data.batch_size data.seq_len data.micro_batch_size data.name data.subsets data.splits data.probabilities data.shuffle"
+    ),
     Done("data.seed val.interval val.eval_on_start val.data.name val.data.subsets val.data.splits max_steps"),
     Only("data.type", ("sft",), "fake data", "sft"),
     Only("data.fake", (None,), "fake data", "sft"),
@@ -22,7 +24,7 @@ RULES = (
     Ignored("data.num_workers data.length data.input_ids val.data.*"),
     Ignored("eval eval.* inference inference.*", "launch/evaluate.py evaluates checkpoints, in jobs of their own"),
     Ignored("renderer.*", "the tokenizer's chat template renders messages"),
-    Ignored("ckpt ckpt.* resume resume.* monitors monitors.* tokenizer.* optim.* scheduler.* slurm slurm.*"),
+    Ignored("ckpt ckpt.* resume resume.* monitors monitors.* tokenizer.* slurm slurm.*"),
     Ignored("output_dir clean run.* matmul_precision memory_profiler_path gc gc.* trace_path dist_timeout_seconds"),
     Ignored("heartbeat* log.* weight_broadcast.* dry_run env_vars.* deployment deployment.*"),
 )
@@ -50,7 +52,8 @@ def _batches(t: Translator) -> None:
     t.put("policy.train_global_batch_size", size, "data.batch_size")
     t.put("policy.train_micro_batch_size", micro, "data.micro_batch_size")
     t.put("policy.sequence_packing.enabled", True, "data.seq_len")
-    t.put("policy.sequence_packing.train_mb_tokens", tokens * micro, "data.seq_len")
+    for passes in ("train", "logprob"):
+        t.put(f"policy.sequence_packing.{passes}_mb_tokens", tokens * micro, "data.seq_len")
     t.put("policy.max_total_sequence_length", tokens, "data.seq_len")
     t.put("data.max_input_seq_length", tokens, "data.seq_len")
     t.put("data.overlong_prompts", "drop", "data.seq_len")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 from launch.recipes.prime_rl.prime_rl_defaults import DEPLOYMENT, LORA, OPTIMIZERS, SCHEDULERS
@@ -13,13 +13,26 @@ from pipeline.algorithms.sections import UNBOUNDED
 DTENSOR = "policy.dtensor_cfg"
 VLLM = "policy.generation.vllm_cfg"
 LR = "torch.optim.lr_scheduler"
-MODEL_KEYS = (
-    "name seq_len fsdp_cpu_offload dp_replicate ep cp cp_style optimization_dtype freeze_moe_router quantization lora ac"
-    " full_offload optim_cpu_offload trust_remote_code"
-).split()
+MODEL_KEYS = [
+    "name",
+    "seq_len",
+    "fsdp_cpu_offload",
+    "dp_replicate",
+    "ep",
+    "cp",
+    "cp_style",
+    "optimization_dtype",
+    "freeze_moe_router",
+    "quantization",
+    "lora",
+    "ac",
+    "full_offload",
+    "optim_cpu_offload",
+    "trust_remote_code",
+]
 OFFLOADED = "the optimizer's state stays on the GPUs, which needs more memory; policy.dtensor_cfg.cpu_offload=true offloads it"
 MODEL: tuple[Rule, ...] = (
-    Done("name seq_len dp_replicate ep cp optimization_dtype lora lora.* ac ac.mode ac.freq fsdp_cpu_offload full_offload"),
+    Done("name seq_len dp_replicate ep cp optimization_dtype lora ac ac.mode ac.freq fsdp_cpu_offload full_offload"),
     Only("quantization", (None,), "training in 8 bits", "null"),
     Only("quantization.*", (), "training in 8 bits", "null"),
     Only("freeze_moe_router", (False, None), "routers that are not trained by prime-rl's keys", "policy.freeze_parameters"),
@@ -28,7 +41,9 @@ MODEL: tuple[Rule, ...] = (
     Only("vlm", (None,), "images", "null"),
     Only("index_cache index_cache.*", (None,), "reuse of a sparse attention's choice", "null"),
     Done("debug.random_init"),
-    Changed("cp_style", ("ring", None), "ranks share a sequence by context parallelism, in place of Ulysses, with equal results"),
+    Changed(
+        "cp_style", ("ring", None), "ranks share a sequence by context parallelism, in place of Ulysses, with equal results"
+    ),
     Changed("trust_remote_code", (False, None), "code in the model's files is not run; the model must be in transformers"),
     Changed("ep_comm_backend", ("torch", None), "NCCL's all-to-all sends tokens to their experts, slower than DeepEP"),
     Changed("reduce_dtype", ("float32", None), "gradients are reduced in float32"),
@@ -65,6 +80,12 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def values_of(t: Translator, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a section, with the defaults of its type, and consume those, so that unknown keys remain."""
+    t.consume(f"{key}.type")
+    return {name: t.consume(f"{key}.{name}", default) for name, default in defaults.items()}
+
+
 # ---- the model -------------------------------------------------------------------------------------------------------------
 
 
@@ -81,6 +102,9 @@ def model(t: Translator, section: str) -> None:
         t.put(f"{DTENSOR}.{ours}", t.get(f"{section}.{theirs}"), f"{section}.{theirs}")
     if isinstance(experts := t.get(f"{section}.ep"), int):
         t.put(f"{DTENSOR}.expert_parallel_size", experts, f"{section}.ep")
+    if section.startswith("trainer") and isinstance(row := t.get(f"{section}.seq_len"), int):
+        for passes in ("train", "logprob"):
+            t.put(f"policy.sequence_packing.{passes}_mb_tokens", row, f"{section}.seq_len")
     t.put(f"{DTENSOR}.cpu_offload", t.get(f"{section}.fsdp_cpu_offload") is True, f"{section}.fsdp_cpu_offload")
     if t.get(f"{section}.full_offload"):
         t.change(f"{section}.full_offload", OFFLOADED)
@@ -107,7 +131,7 @@ def _adapters(t: Translator, key: str) -> None:
     given = t.get(key)
     if given is None:
         return
-    values = {**LORA, **given}
+    values = values_of(t, key, LORA)
     ours = f"{DTENSOR}.lora_cfg"
     t.put(f"{ours}.enabled", True, key)
     t.put(f"{ours}.dim", values["rank"], f"{key}.rank")
@@ -138,7 +162,7 @@ def optimizer(t: Translator, section: str, steps: int | None) -> None:
         t.lacks(f"{key}.type", kind, "this optimizer by prime-rl's keys", "adamw, muon or sgd")
         t.consume(key)
         return
-    given = {**OPTIMIZERS[kind], **t.consume(key)}
+    given = values_of(t, key, OPTIMIZERS[kind])
     kwargs: dict[str, Any] = {"lr": given["lr"], "weight_decay": given["weight_decay"]}
     name = {"adamw": "AdamW", "muon": "Muon", "sgd": "SGD"}[kind]
     if kind == "adamw":
@@ -163,13 +187,15 @@ def _schedule(t: Translator, key: str, rate: float, steps: int | None) -> None:
     if kind not in SCHEDULERS:
         t.lacks(f"{key}.type", kind, "this schedule", f"one of: {', '.join(SCHEDULERS)}")
         return
-    given = {**SCHEDULERS[kind], **t.consume(key)}
+    given = values_of(t, key, SCHEDULERS[kind])
     warm_up, decay = given.get("warmup_steps", 0), given.get("decay_steps", 0)
     if kind == "constant":
         t.put("policy.scheduler", None, f"{key}.type")
         return
     if steps is None and (kind == "cosine" or decay):
-        t.problem(f"{key}.type", "missing-value", f"got {kind} without max_steps; expected a number of steps. Try max_steps=STEPS")
+        t.problem(
+            f"{key}.type", "missing-value", f"got {kind} without max_steps; expected a number of steps. Try max_steps=STEPS"
+        )
         return
     least = given["min_lr"] / rate if given["min_lr"] > 0 else 1e-8
     parts: list[dict[str, Any]] = []
@@ -220,7 +246,11 @@ def shared(t: Translator, section: str) -> None:
             t.put("logger.wandb.name", wandb["name"], f"{section}monitors.wandb.name")
     if (name := t.get("run.name")) is not None:
         t.put("name", name, "run.name")
-    for variables, components in (("env_vars", ("train", "generate")), ("trainer.env_vars", ("train",)), ("inference.env_vars", ("generate",))):
+    for variables, components in (
+        ("env_vars", ("train", "generate")),
+        ("trainer.env_vars", ("train",)),
+        ("inference.env_vars", ("generate",)),
+    ):
         for name, value in (t.get(variables) or {}).items():
             for component in components:
                 t.put(f"cluster.{component}.env_vars.{name}", str(value), f"{variables}.{name}")
@@ -278,10 +308,25 @@ def engines(t: Translator, ours: Set[str]) -> None:
         t.put(f"policy.generation.vllm_kwargs.{name}", value, f"{key}.{name}")
 
 
-UNREAD_BY_ENGINES = (
-    "model dtype max_model_len trust_remote_code chat_template tool_call_parser reasoning_parser api_server_count seed"
-    " enable_lora max_loras max_cpu_loras max_lora_rank lora_target_modules all2all_backend enable_eplb enable_dbo"
-).split()
+UNREAD_BY_ENGINES = [
+    "model",
+    "dtype",
+    "max_model_len",
+    "trust_remote_code",
+    "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
+    "api_server_count",
+    "seed",
+    "enable_lora",
+    "max_loras",
+    "max_cpu_loras",
+    "max_lora_rank",
+    "lora_target_modules",
+    "all2all_backend",
+    "enable_eplb",
+    "enable_dbo",
+]
 """vLLM's arguments that follow from other keys, or belong to its server."""
 
 

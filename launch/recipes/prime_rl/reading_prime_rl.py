@@ -121,7 +121,9 @@ def _with_words(config: PrimeRLConfig, words: Sequence[tuple[str, str]], path: P
             values.append(words[number][0])
             number += 1
         layer = ConfigMapping()
-        if word.startswith("@") or (word.startswith("--") and number < len(words) and words[number][0].startswith("@") and not values):
+        if word.startswith("@") or (
+            word.startswith("--") and number < len(words) and words[number][0].startswith("@") and not values
+        ):
             section = "" if word.startswith("@") else word[2:]
             if section:
                 word, origin = words[number]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Any
 
 from launch.recipes.prime_rl.prime_rl_defaults import EVAL
+from launch.recipes.prime_rl.prime_rl_loss import group_size
 from launch.recipes.translation.rules import Changed, Done, Ignored, Only, apply
 from launch.recipes.translation.translator import Translator
 
@@ -17,6 +19,8 @@ TRAIN, EVALUATION = "orchestrator.train", "orchestrator.eval"
 SAMPLING = f"{TRAIN}.sampling"
 GENERATION = "policy.generation"
 OF_ENV = ("taskset", "id")
+SOURCE = {"name", "ratio", "env", "serve", "sampling", "group_size", "algo", "curriculum", "num_examples", "interval"}
+"""Keys of a source."""
 RULES = (
     Done(f"{SAMPLING}.temperature {SAMPLING}.max_completion_tokens orchestrator.seq_len"),
     Only(f"{SAMPLING}.extra_body", (None,), "arguments of requests to the engine", "policy.generation of Hetstep"),
@@ -29,14 +33,16 @@ RULES = (
     Ignored("orchestrator.pad_to_multiple_of orchestrator.collect_inference_metrics orchestrator.inference_metrics_roles"),
     Ignored("orchestrator.log.* orchestrator.monitors.* orchestrator.ckpt.* orchestrator.resume.* orchestrator.heartbeat*"),
     Ignored("orchestrator.weight_broadcast.* orchestrator.rollout_transport.* orchestrator.output_dir orchestrator.max_steps"),
-    Ignored("orchestrator.model.name orchestrator.model.client.* orchestrator.model.trust_remote_code orchestrator.model.lora.*"),
+    Ignored(
+        "orchestrator.model.name orchestrator.model.client.* orchestrator.model.trust_remote_code orchestrator.model.lora.*"
+    ),
     Ignored("orchestrator.env_vars.*", "cluster.generate.env_vars sets variables of the ranks that play episodes"),
 )
 
 
 def translate(t: Translator) -> None:
     """Translate training and evaluation tasks, and sampling."""
-    sources: Any = t.consume(f"{TRAIN}.source") or []
+    sources: Any = t.get(f"{TRAIN}.source") or []
     if not sources:
         text = "got no source of tasks; expected a table [[orchestrator.train.source]] with env.taskset.id"
         t.problem(f"{TRAIN}.source", "missing-value", text)
@@ -55,6 +61,7 @@ def translate(t: Translator) -> None:
             t.put(f"{ours}.weight", float(source.get("ratio", 1.0)), f"{TRAIN}.source")
         _environment(t, names, f"{TRAIN}.source", name, taskset, config)
         _overrides(t, key, source)
+    t.consume(f"{TRAIN}.source")
     t.put("grpo.max_rollout_turns", TURNS, f"{TRAIN}.source")
     t.put("data.apply_chat_template", True, f"{TRAIN}.source")
     _sampling(t)
@@ -83,6 +90,10 @@ def _taskset(t: Translator, key: str, source: dict[str, Any]) -> tuple[str, str,
     if runtime not in ("subprocess", None):
         t.lacks(f"{key}.env.agent.runtime.type", runtime, "tasks in containers or sandboxes", "subprocess")
     _refuse_curriculum(t, key, source.get("curriculum"))
+    for unknown in source.keys() - SOURCE:
+        near = difflib.get_close_matches(unknown, SOURCE, 1)
+        hint = f"; did you mean '{near[0]}'?" if near else ". Try without it"
+        t.problem(f"{key}.{unknown}", "unknown-key", f"is not a key of prime-rl's sources{hint}")
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", str(source.get("name") or taskset)).lstrip("_-") or "tasks"
     return name, str(taskset), config
 
@@ -103,12 +114,11 @@ def _refuse_curriculum(t: Translator, key: str, curriculum: dict[str, Any] | Non
 
 def _overrides(t: Translator, key: str, source: dict[str, Any]) -> None:
     """Report settings of a source that differ from those of all sources."""
-    for name, shared in (("group_size", t.get("orchestrator.group_size")), ("algo", None), ("serve", None)):
-        given = source.get(name, shared)
-        if name == "algo" and given is not None and given.get("type") == t.get("orchestrator.algo.type") and len(given) == 1:
-            continue
-        if name != "serve" and given != shared:
-            t.lacks(f"{key}.{name}", given, f"another {name} for a source", f"orchestrator.{name}")
+    size, _ = group_size(t)
+    if (given := source.get("group_size", t.get("orchestrator.group_size"))) != size:
+        t.lacks(f"{key}.group_size", given, "another group_size for a source", "orchestrator.group_size")
+    if (algorithm := source.get("algo")) not in (None, {"type": t.get("orchestrator.algo.type")}):
+        t.lacks(f"{key}.algo", algorithm, "another algorithm for a source", "orchestrator.algo")
     for name, given in source.get("sampling", {}).items():
         if given != t.get(f"{SAMPLING}.{name}"):
             t.lacks(f"{key}.sampling.{name}", given, "another sampling for a source", f"{SAMPLING}.{name}")
@@ -143,8 +153,13 @@ def _sampling(t: Translator) -> None:
 
 
 def _evaluation(t: Translator, names: dict[str, Any]) -> None:
-    given = t.consume(EVALUATION)
+    given = t.get(EVALUATION)
+    for name in (*EVAL, "source", "sampling", "retrigger_on_resume"):
+        t.consume(f"{EVALUATION}.{name}")
     if not isinstance(given, dict) or not given.get("source"):
+        if isinstance(given, dict):
+            text = "got no source of tasks; expected a table [[orchestrator.eval.source]] with env.taskset.id"
+            t.problem(f"{EVALUATION}.source", "missing-value", text)
         t.put("grpo.val_period", 0, EVALUATION)
         return
     shared = {**EVAL, **given}

@@ -47,7 +47,7 @@ def value(text: Any) -> Any:
         return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
     if (plain := text.lower()) in ("true", "false"):
         return plain == "true"
-    if plain in ("none", "null"):
+    if text in ("None", "null"):  # "none" is a value of some fields
         return None
     if text[:1] in "{[":
         try:

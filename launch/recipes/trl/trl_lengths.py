@@ -88,11 +88,11 @@ def _generation(t: Translator, micro: int, update: int, accumulated: int) -> tup
         )
     key = "steps_per_generation" if per_generation is not None or size is None else "generation_batch_size"
     size = size if size is not None else micro * (per_generation if per_generation is not None else accumulated)
+    sampled = max(size, update)
     if size % group:
         text = f"the generation batch has {size} completions; expected a multiple of num_generations={group}"
         t.problem(key if t.origins.get(key) else "num_generations", "not-divisible", text)
-    sampled = max(size, update)
-    if sampled % min(size, update) or sampled % group:
+    elif sampled % min(size, update) or sampled % group:
         text = f"an update has {update} completions and a generation batch {size}; expected that one divides the other"
         t.problem(key, "not-divisible", f"{text}, and num_generations={group} the larger one")
     updates = max(1, sampled // update)

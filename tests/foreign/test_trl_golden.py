@@ -13,9 +13,9 @@ import torch
 from launch.recipes import reading
 from pipeline.config import Recipe
 from pipeline.train.optimizer import _build_scheduler
-from tests.foreign import trl_numbers
+from tests.foreign import golden_trl
 
-NUMBERS = json.loads(trl_numbers.FILE.read_text())
+NUMBERS = json.loads(golden_trl.FILE.read_text())
 STEPS = 40
 
 
@@ -109,7 +109,7 @@ def test_numbers_are_trls(name: str) -> None:
     trl = pytest.importorskip("trl")
     if not trl.__version__.startswith("1.16"):
         pytest.skip("the numbers are those of TRL 1.16")
-    theirs = trl_numbers.of_trl(NUMBERS[name]["command"], NUMBERS[name]["processes"])
+    theirs = golden_trl.of_trl(NUMBERS[name]["command"], NUMBERS[name]["processes"])
     assert {field: theirs[field] for field in NUMBERS[name]["values"]} == NUMBERS[name]["values"]
 
 

@@ -1,4 +1,4 @@
-"""Values that TRL's own parser computes for published commands: `python -m tests.foreign.trl_numbers CLONE` writes them.
+"""Values that TRL's own parser computes for published commands: `python -m tests.foreign.golden_trl CLONE` writes them.
 
 Needs TRL 1.16. Of each page or script, in the order of files, the first command of each trainer is taken, until TRL's parser has
 accepted ten; some pages have fields of earlier versions.
@@ -17,7 +17,7 @@ from launch.recipes.trl import reading_trl
 from launch.recipes.trl.trl_defaults import TRAINERS
 from tests.foreign import trl_commands
 
-FILE = Path(__file__).with_name("trl_numbers.json")
+FILE = Path(__file__).parent / "golden/trl.json"
 MOST = 10
 
 
