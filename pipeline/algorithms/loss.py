@@ -8,8 +8,8 @@ With r = pi / pi_old and w = pi_old / pi_generate for each token, A its advantag
          | keep(pi - pi_old) r A                DPPO                       `dppo`
          | A log pi                             REINFORCE, RLOO
 
-S, KL and log^2 r are averaged over all tokens of the step (token_level_loss=true), or within each sequence and then over sequences. H is
-the exact entropy of a token's distribution and is always averaged over all tokens.
+S, KL and log^2 r are averaged over all tokens of the step (token_level_loss=true), or within each sequence and then over
+sequences. H is the exact entropy of a token's distribution and is always averaged over all tokens.
 
 In a step with one update pi_old equals pi, and needs no forward pass of its own. force_on_policy_ratio assumes this for any
 step. The ratio is then 1, and its gradient is that of log pi. With use_generation_logprobs pi_old is pi_generate, which needs

@@ -1,7 +1,7 @@
 """Values that TRL's own parser computes for published commands: `python -m tests.foreign.golden_trl CLONE` writes them.
 
-Needs TRL 1.16. Of each page or script, in the order of files, the first command of each trainer is taken, until TRL's parser has
-accepted ten; some pages have fields of earlier versions.
+Needs TRL 1.16. Of each page or script, in the order of files, the first command of each trainer is taken, until TRL's parser
+has accepted ten; some pages have fields of earlier versions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def chosen(root: Path) -> dict[str, str]:
 def of_trl(command: str, processes: int) -> dict[str, Any]:
     """Return the fields of TRL's dataclasses for a command, with what they derive, for a number of processes."""
     from transformers import TrainingArguments
-    from trl.scripts import dpo, grpo, reward, rloo, sft
+    from trl.scripts import dpo, grpo, reward, rloo, sft  # pyright: ignore[reportMissingImports] optional package
 
     words = shlex.split(command)
     start = reading_trl.starts(words)
@@ -55,61 +55,17 @@ def of_trl(command: str, processes: int) -> dict[str, Any]:
     return {"trainer": trainer} | {name: value for name, value in values.items() if isinstance(value, plain)}
 
 
-KEPT = [
-    "trainer",
-    "model_name_or_path",
-    "use_peft",
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "reward_funcs",
-    "dataset_name",
-    "learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "max_grad_norm",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "num_train_epochs",
-    "max_steps",
-    "seed",
-    "gradient_checkpointing",
-    "eval_strategy",
-    "eval_steps",
-    "save_strategy",
-    "save_steps",
-    "num_generations",
-    "generation_batch_size",
-    "steps_per_generation",
-    "num_iterations",
-    "temperature",
-    "top_p",
-    "top_k",
-    "beta",
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "loss_type",
-    "scale_rewards",
-    "importance_sampling_level",
-    "mask_truncated_completions",
-    "max_completion_length",
-    "use_vllm",
-    "vllm_mode",
-    "vllm_gpu_memory_utilization",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-    "max_length",
-    "label_smoothing",
-    "center_rewards_coefficient",
-    "packing",
-]
+KEPT = (
+    "trainer model_name_or_path use_peft lora_r lora_alpha lora_dropout reward_funcs dataset_name learning_rate"
+    " weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm lr_scheduler_type warmup_steps"
+    " per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps seed gradient_checkpointing"
+    " eval_strategy eval_steps save_strategy save_steps num_generations generation_batch_size steps_per_generation"
+    " num_iterations temperature top_p top_k beta epsilon epsilon_high delta loss_type scale_rewards"
+    " importance_sampling_level mask_truncated_completions max_completion_length use_vllm vllm_mode"
+    " vllm_gpu_memory_utilization vllm_importance_sampling_correction vllm_importance_sampling_mode"
+    " vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min max_length label_smoothing"
+    " center_rewards_coefficient packing"
+)
 
 
 if __name__ == "__main__":
@@ -124,6 +80,10 @@ if __name__ == "__main__":
             continue
         if len(numbers) == MOST:
             break
-        numbers[name] = {"command": command, "processes": processes, "values": {k: values[k] for k in KEPT if k in values}}
+        numbers[name] = {
+            "command": command,
+            "processes": processes,
+            "values": {k: values[k] for k in KEPT.split() if k in values},
+        }
     FILE.write_text(json.dumps(numbers, indent=1) + "\n")
     print(f"{len(numbers)} commands: {', '.join(numbers)}")

@@ -10,6 +10,7 @@ import pytest
 from launch.recipes import reading
 from launch.recipes.foreign import ForeignSource
 from launch.recipes.prime_rl import reading_prime_rl
+from pipeline.config.config_tree import ConfigMapping
 from pipeline.config.loading import Layers
 from tests.problems import refused
 
@@ -44,7 +45,7 @@ def layers(folder: Path, text: str, *arguments: str, name: str = "rl.toml") -> L
 
 def value(found: Layers, key: str) -> Any:
     node = found.trees[0].find(key)
-    return None if node is None else node.plain() if hasattr(node, "plain") else node.value
+    return node.plain() if isinstance(node, ConfigMapping) else node and node.value
 
 
 TRANSLATED = [
@@ -67,7 +68,8 @@ TRANSLATED = [
     ("--deployment.num-infer-gpus 6", "cluster.generate.gpus_per_node", 6),
     ("", "cluster.share_nodes", True),
     (
-        "--deployment.type multi_node --deployment.num-train-nodes 2 --deployment.num-infer-nodes 1 --deployment.num-infer-replicas 3",
+        "--deployment.type multi_node --deployment.num-train-nodes 2 --deployment.num-infer-nodes 1"
+        " --deployment.num-infer-replicas 3",
         "cluster.generate.nodes",
         3,
     ),
@@ -158,9 +160,7 @@ def test_files_of_sections_and_overlays(tmp_path: Path) -> None:
     assert not found.problems and value(found, "policy.optimizer.kwargs.lr") == 2e-5
     assert value(found, "grpo.num_prompts_per_step") == 4 and value(found, "policy.sequence_packing.train_mb_tokens") == 4096
     node = found.trees[0].find("grpo.num_generations_per_prompt")
-    assert (node is not None and (node.origin or "").endswith("orch.toml (orchestrator.group_size)")) or "orch.toml" in str(
-        node
-    )
+    assert node is not None and "orch.toml:2" in (node.origin or "")
 
 
 def test_a_script(tmp_path: Path) -> None:

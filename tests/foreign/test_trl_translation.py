@@ -10,6 +10,7 @@ import pytest
 from launch.recipes import reading
 from launch.recipes.foreign import ForeignSource
 from launch.recipes.trl import reading_trl
+from pipeline.config.config_tree import ConfigMapping
 from pipeline.config.loading import Layers
 from tests.problems import refused
 
@@ -28,7 +29,7 @@ def layers(folder: Path, command: str, *arguments: str, name: str = "run.sh") ->
 
 def value(found: Layers, key: str) -> Any:
     node = found.trees[0].find(key)
-    return None if node is None else getattr(node, "value", None) if not hasattr(node, "plain") else node.plain()
+    return node.plain() if isinstance(node, ConfigMapping) else node and node.value
 
 
 TRANSLATED = [

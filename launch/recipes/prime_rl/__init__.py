@@ -8,6 +8,6 @@
     prime_rl_training       the model, optimizers and schedules, steps, checkpoints, trackers, GPUs
     prime_rl_sft            the entry point `sft`
 
-A key is copied, changed with a note, ignored, or a problem, as `launch/recipes/translation/rules.py` describes. The tables follow
-prime-rl of August 2026. Images, sandboxes of Prime Intellect and environments of several agents are not supported.
+A key is copied, changed with a note, ignored, or a problem, as `launch/recipes/translation/rules.py` describes. The tables
+follow prime-rl of August 2026. Images, sandboxes of Prime Intellect and environments of several agents are not supported.
 """

@@ -66,8 +66,8 @@ def _loss(t: Translator) -> None:
     t.put("loss_fn.token_level_loss", True, "trainer.loss.type")
     if t.get("orchestrator.train.filter_zero_advantages") is True:
         text = (
-            "tokens of answers without an advantage count in the divisor of the loss, and in its penalty on drift; prime-rl leaves"
-            " them out, so that its gradient is larger by the inverse of their share"
+            "tokens of answers without an advantage count in the loss's divisor and in its penalty on drift; prime-rl leaves"
+            " them out, so that its gradient is larger by the inverse of the others' share"
         )
         t.change("orchestrator.train.filter_zero_advantages=true", text)
 
@@ -103,5 +103,5 @@ def _staleness(t: Translator) -> None:
     if age > 0:
         t.put(f"{GRPO}.max_trajectory_age_steps", age, key)
         t.put(f"{GRPO}.in_flight_weight_updates", True, key)
-        text = "a step trains on the oldest prompts, and no answer is dropped for its age; prime-rl takes the groups that end first"
+        text = "a step trains on the oldest prompts, and drops no answer for its age; prime-rl takes the groups that end first"
         t.change(f"{key}={age}", text)

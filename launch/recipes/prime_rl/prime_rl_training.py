@@ -13,23 +13,10 @@ from pipeline.algorithms.sections import UNBOUNDED
 DTENSOR = "policy.dtensor_cfg"
 VLLM = "policy.generation.vllm_cfg"
 LR = "torch.optim.lr_scheduler"
-MODEL_KEYS = [
-    "name",
-    "seq_len",
-    "fsdp_cpu_offload",
-    "dp_replicate",
-    "ep",
-    "cp",
-    "cp_style",
-    "optimization_dtype",
-    "freeze_moe_router",
-    "quantization",
-    "lora",
-    "ac",
-    "full_offload",
-    "optim_cpu_offload",
-    "trust_remote_code",
-]
+MODEL_KEYS = (
+    "name seq_len fsdp_cpu_offload dp_replicate ep cp cp_style optimization_dtype freeze_moe_router quantization lora ac"
+    " full_offload optim_cpu_offload trust_remote_code"
+)
 OFFLOADED = "the optimizer's state stays on the GPUs, which needs more memory; policy.dtensor_cfg.cpu_offload=true offloads it"
 MODEL: tuple[Rule, ...] = (
     Done("name seq_len dp_replicate ep cp optimization_dtype lora ac ac.mode ac.freq fsdp_cpu_offload full_offload"),
@@ -302,31 +289,16 @@ def engines(t: Translator, ours: Set[str]) -> None:
     if vllm.pop("enable_return_routed_experts", False) and not t.get("trainer.enable_router_replay"):
         t.lacks(f"{key}.enable_return_routed_experts", True, "replay of the sampler's routing", "false")
     for name in list(vllm):
-        if name in UNREAD_BY_ENGINES or name.startswith("data_parallel"):
+        if name in UNREAD_BY_ENGINES.split() or name.startswith("data_parallel"):
             vllm.pop(name)
     for name, value in vllm.items():
         t.put(f"policy.generation.vllm_kwargs.{name}", value, f"{key}.{name}")
 
 
-UNREAD_BY_ENGINES = [
-    "model",
-    "dtype",
-    "max_model_len",
-    "trust_remote_code",
-    "chat_template",
-    "tool_call_parser",
-    "reasoning_parser",
-    "api_server_count",
-    "seed",
-    "enable_lora",
-    "max_loras",
-    "max_cpu_loras",
-    "max_lora_rank",
-    "lora_target_modules",
-    "all2all_backend",
-    "enable_eplb",
-    "enable_dbo",
-]
+UNREAD_BY_ENGINES = (
+    "model dtype max_model_len trust_remote_code chat_template tool_call_parser reasoning_parser api_server_count seed"
+    " enable_lora max_loras max_cpu_loras max_lora_rank lora_target_modules all2all_backend enable_eplb enable_dbo"
+)
 """vLLM's arguments that follow from other keys, or belong to its server."""
 
 

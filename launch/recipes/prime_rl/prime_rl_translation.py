@@ -13,8 +13,8 @@ from launch.recipes.translation.translator import Translation, Translator
 def translate(values: Mapping[str, Any], origins: Mapping[str, str], kind: str, ours: Set[str]) -> Translation:
     """Translate a configuration with prime-rl's defaults.
 
-    values: the configuration. origins: dotted key -> "file:line", for keys that are no defaults. kind: the entry point, rl or sft.
-    ours: our keys on the command line.
+    values: the configuration. origins: dotted key -> "file:line", for keys that are no defaults. kind: the entry point, rl or
+    sft. ours: our keys on the command line.
     """
     t = Translator(values, origins)
     if kind == "sft":
@@ -42,6 +42,6 @@ def _names() -> frozenset[str]:
     """Return keys of prime-rl that have a name without wildcards."""
     tables = (*prime_rl_loss.RULES, *tasksets.RULES, *prime_rl_training.RULES, *prime_rl_sft.RULES)
     plain = {pattern for rule in tables for pattern in rule.patterns if "*" not in pattern}
-    sections = {f"trainer.model.{key}" for key in prime_rl_training.MODEL_KEYS}
+    sections = {f"trainer.model.{key}" for key in prime_rl_training.MODEL_KEYS.split()}
     optimizers = {f"trainer.optim.{key}" for values in prime_rl_defaults.OPTIMIZERS.values() for key in values}
     return frozenset({*plain, *sections, *optimizers, *prime_rl_defaults.of_rl(), *prime_rl_defaults.of_sft()})

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launch.recipes.foreign import ForeignSource
 from launch.recipes.prime_rl import prime_rl_defaults, prime_rl_translation
-from launch.recipes.translation import foreign_tree, shell_script
-from launch.recipes.trl import trl_flags
+from launch.recipes.translation import foreign_tree, long_options, shell_script
 from pipeline.config import Problem, RecipeError, config_tree
 from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, ConfigNode, ConfigValue
 from pipeline.config.loading import Layers
@@ -69,7 +68,8 @@ def _toml(path: Path) -> ConfigMapping:
         raise RecipeError(Problem("recipe", "unreadable", f"{error.strerror}", shown)) from None
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(Problem("recipe", "bad-format", f"is not TOML: {error}", shown)) from None
-    return config_tree.from_plain(_plain(values), shown, _lines(text, shown))
+    plain: dict[str, Any] = _plain(values)
+    return config_tree.from_plain(plain, shown, _lines(text, shown))
 
 
 def _plain(value: Any) -> Any:
@@ -112,42 +112,41 @@ def _wrapped(tree: ConfigMapping, words: Sequence[str]) -> ConfigMapping:
 
 def _with_words(config: PrimeRLConfig, words: Sequence[tuple[str, str]], path: Path) -> PrimeRLConfig:
     """Return the configuration with prime-rl's options: `@ FILE`, `--section @ FILE`, `--a.b VALUES`, `--no-a.b`."""
-    tree, number = config.tree, 0
-    while number < len(words):
-        word, origin = words[number]
-        number += 1
-        values: list[str] = []
-        while number < len(words) and not re.match(r"--[a-z]|@", words[number][0]):
-            values.append(words[number][0])
-            number += 1
+    tree = config.tree
+    for option, origin, values in _options(words):
+        key = option.removeprefix("--").replace("-", "_")
         layer = ConfigMapping()
-        if word.startswith("@") or (
-            word.startswith("--") and number < len(words) and words[number][0].startswith("@") and not values
-        ):
-            section = "" if word.startswith("@") else word[2:]
-            if section:
-                word, origin = words[number]
-                number += 1
-                while number < len(words) and not values and word == "@":
-                    values.append(words[number][0])
-                    number += 1
-            name = word[1:] or "".join(values[:1])
-            below = _toml(_beside(path, name))
-            layer = below if not section else ConfigMapping({section: below})
-        elif re.fullmatch(r"--[a-z][\w.-]*(=.*)?", word, re.DOTALL):
-            key, equals, text = word[2:].partition("=")
-            texts = [text] if equals else values
-            key = key.replace("-", "_")
-            if not texts and key.startswith("no_"):
-                layer.set(key[3:], ConfigValue(None, origin))
-            else:
-                read = [None if text == "None" else trl_flags.value(text) for text in texts] or [True]
-                layer.set(key, config_tree.from_plain(read if len(read) > 1 else read[0], origin))
+        if values[:1] == ["@"]:
+            below = _toml(_beside(path, "".join(values[1:2])))
+            layer = ConfigMapping({key: below}) if key else below
+        elif not re.fullmatch(r"--[a-z][\w.-]*", option):
+            message = f"got '{option}'; expected an option of prime-rl, such as --trainer.optim.lr 1e-6, or key=value"
+            raise RecipeError(Problem(option[:80], "bad-format", message, origin))
+        elif not values and key.startswith("no_"):
+            layer.set(key[3:], ConfigValue(None, origin))
         else:
-            message = f"got '{word}'; expected an option of prime-rl, such as --trainer.optim.lr 1e-6, or key=value"
-            raise RecipeError(Problem(word[:80], "bad-format", message, origin))
+            read = [None if text == "None" else long_options.value(text) for text in values] or [True]
+            layer.set(key, config_tree.from_plain(read if len(read) > 1 else read[0], origin))
         tree = config_tree.merge(tree, layer)
     return replace(config, tree=tree)
+
+
+def _options(words: Sequence[tuple[str, str]]) -> list[tuple[str, str, list[str]]]:
+    """Return (option, origin, values) of each option. A file's values are `@` and its name, and its option may be empty."""
+    found: list[tuple[str, str, list[str]]] = []
+    for word, origin in words:
+        values = found[-1][2] if found else []
+        is_complete = values[:1] == ["@"] and len(values) > 1
+        if word.startswith("@"):
+            if values or not found:
+                found.append(("", origin, []))
+            found[-1][2].extend(["@", word[1:]] if word[1:] else ["@"])
+        elif re.match(r"--[A-Za-z]", word) or not found or is_complete:
+            option, equals, text = word.partition("=")
+            found.append((option, origin, [text] if equals else []))
+        else:
+            values.append(word)
+    return found
 
 
 def _beside(path: Path, name: str) -> Path:
@@ -207,6 +206,3 @@ def _share(tree: ConfigMapping) -> list[Problem]:
 
 def _value(node: ConfigNode) -> Any:
     return node.value if isinstance(node, ConfigValue) else node.plain()
-
-
-Values = Mapping[str, Any]

@@ -19,7 +19,7 @@ def is_here(name: str) -> bool:
 def count(name: str, subset: str | None, split: str) -> int | None:
     """Return the number of records of a split; None if the data are not on this machine, or do not tell.
 
-    name: a file, a folder with data files, or a data set of the Hub, which is searched in the caches of `datasets` and of the Hub.
+    name: a file, a folder with data files, or a data set of the Hub, which is searched in the caches of `datasets` and the Hub.
     """
     path = Path(name).expanduser()
     try:

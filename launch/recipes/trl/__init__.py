@@ -1,7 +1,6 @@
 """Translate configurations of TRL (https://github.com/huggingface/trl) into Hetstep's keys.
 
     reading_trl         a script, or a YAML file, and the command line's flags become one mapping over TRL's defaults
-    trl_flags           `--name value`, as transformers' HfArgumentParser reads it
     trl_defaults        the trainers, their fields and TRL's own defaults
     trl_translation     the order of the parts
     trl_lengths         batches, steps, epochs, validation, checkpoints

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.recipes.foreign import ForeignSource
-from launch.recipes.translation import foreign_tree, shell_script
-from launch.recipes.trl import trl_defaults, trl_flags, trl_translation
+from launch.recipes.translation import foreign_tree, long_options, shell_script
+from launch.recipes.trl import trl_defaults, trl_translation
 from launch.recipes.trl.trl_defaults import ACCELERATE, ALGORITHMS, LACKING, RENAMED, SCRIPTS, TRAINERS
 from pipeline.config import Problem, RecipeError, config_tree
 from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, ConfigNode, ConfigValue
@@ -18,26 +18,11 @@ from pipeline.config.loading import Layers
 
 LAUNCHER = ("num_processes", "num_machines", "nproc_per_node", "nnodes", "config_file", "accelerate_config", "config")
 """Options of accelerate, torchrun and `trl` that are read. The others place processes, and have no effect."""
-UNREAD = [
-    "main_process_port",
-    "main_process_ip",
-    "machine_rank",
-    "mixed_precision",
-    "multi_gpu",
-    "gpu_ids",
-    "dynamo_backend",
-    "use_deepspeed",
-    "zero3_init_flag",
-    "zero_stage",
-    "master_port",
-    "master_addr",
-    "node_rank",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "rdzv_id",
-    "standalone",
-    "deepspeed_multinode_launcher",
-]
+UNREAD = (
+    "main_process_port main_process_ip machine_rank mixed_precision multi_gpu gpu_ids dynamo_backend use_deepspeed"
+    " zero3_init_flag zero_stage master_port master_addr node_rank rdzv_backend rdzv_endpoint rdzv_id standalone"
+    " deepspeed_multinode_launcher"
+)
 NAMES_OF_A_RUN = ("output_dir", "run_name", "project", "hub_model_id", "logging_dir")
 """Fields in whose values an unknown part, such as the date, does not matter."""
 
@@ -89,7 +74,7 @@ def _arguments(source: ForeignSource) -> tuple[list[tuple[str, ConfigNode]], lis
 
 def _with_flags(config: TrlConfig, words: Sequence[str], path: Path) -> TrlConfig:
     """Return the configuration with flags of the command line, the file of `--config` below them."""
-    options, others = trl_flags.parse(words)
+    options, others = long_options.parse(words)
     if others:
         message = f"got '{others[0]}'; expected a flag of TRL, such as --learning_rate 1e-6, or key=value"
         raise RecipeError(Problem(others[0], "bad-format", message, COMMAND_LINE))
@@ -102,7 +87,7 @@ def _with_options(config: TrlConfig, options: Iterable[tuple[str, Any, str]], pa
     for name, value, origin in options:
         if name in LAUNCHER:
             launcher[name] = value
-        elif name not in UNREAD:
+        elif name not in UNREAD.split():
             layer.children[name] = config_tree.from_plain(value, origin)
     tree = config.tree
     if isinstance(name := launcher.pop("config", None), str):
@@ -152,8 +137,8 @@ def _of_script(source: ForeignSource, variables: Mapping[str, str]) -> TrlConfig
     assert found is not None
     first, trainer = found
     problems = []
-    options, _ = trl_flags.parse(command.words[: first - 1])
-    theirs, others = trl_flags.parse(command.words[first:])
+    options, _ = long_options.parse(command.words[: first - 1])
+    theirs, others = long_options.parse(command.words[first:])
     config = TrlConfig(trainer=trainer, notes=tuple(_notes(command)))
     read = [(name, value, command.origin(word)) for name, value, word in options if name in LAUNCHER and name != "config"]
     for name, value, word in theirs:
@@ -233,7 +218,7 @@ def _normalized(tree: ConfigMapping) -> ConfigMapping:
     children: dict[str, ConfigNode] = {}
     for key, node in tree.children.items():
         if isinstance(node, ConfigValue):
-            node = replace(node, value=trl_flags.value(node.value) if key != "chat_template" else node.value)
+            node = replace(node, value=long_options.value(node.value) if key != "chat_template" else node.value)
         if key not in ("env", "defaults"):  # `env` sets variables of TRL's process
             children[RENAMED.get(key, key)] = node
     return ConfigMapping(children)
