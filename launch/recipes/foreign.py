@@ -85,13 +85,16 @@ def _is_nemo_rl(source: ForeignSource) -> bool:
 
 
 def _is_verl(source: ForeignSource) -> bool:
-    if source.is_yaml:
-        tree = source.tree
-        has = [name for name in ("actor_rollout_ref", "model_engine", "hydra") if name in tree.children]
-        sft = all(map(tree.find, ("trainer.total_epochs", "data.train_files")))
-        return bool(has or sft) and "policy" not in tree.children
-    trainer = r"\bverl[./][\w./]*trainer|\brecipe\.\w+\.main_"
-    return source.path.suffix == ".sh" and re.search(trainer, source.text) is not None
+    if not source.is_yaml:
+        trainer = r"\bverl[./][\w./]*trainer|\brecipe\.\w+\.main_"
+        return source.path.suffix == ".sh" and re.search(trainer, source.text) is not None
+    tree = source.tree
+    if "policy" in tree.children:
+        return False
+    sft = all(map(tree.find, ("trainer.total_epochs", "data.train_files")))
+    parents = str(getattr(tree.find("defaults"), "value", ""))  # such as [ppo_trainer, _self_]
+    named = re.search(r"\b(ppo_trainer|ppo_megatron_trainer|sft_trainer_engine|actor_rollout_ref|model_engine)\b", parents)
+    return "actor_rollout_ref" in tree.children or sft or named is not None
 
 
 def _is_trl(source: ForeignSource) -> bool:

@@ -182,7 +182,7 @@ def find_file(name: str, folder: Path, key: str, more: str = "", any_kind: bool 
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     near = difflib.get_close_matches(re.sub(r"\.ya?ml$", "", Path(name).name), known, 1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    if name.endswith((".yaml", ".yml")) or os.sep in name:
+    if name.endswith((".yaml", ".yml", ".sh", ".toml")) or os.sep in name:
         suggestion = _nearest_file(Path(name)) or (near[0] if near and os.sep not in name else None)
         message = f"there is no file {os.path.abspath(name)}" + (f"; did you mean {suggestion}?" if suggestion else "")
         raise RecipeError(Problem(key, "file-not-found", message))

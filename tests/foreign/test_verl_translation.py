@@ -314,6 +314,10 @@ def test_yaml_files(tmp_path: Path) -> None:
         "actor_rollout_ref: {model: {path: Qwen/Qwen3-8B}, actor: {kl_loss_coef: '${.entropy_coeff}', entropy_coeff: 0.01}}\n"
         "trainer: {logger: [console]}\n"
     )
+    (tmp_path / "megatron.yaml").write_text("defaults: [ppo_trainer, {override model_engine: megatron}, _self_]\n")
+    words = [f"{ROLLOUT}.name=vllm", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.megatron.tensor_model_parallel_size=2"]
+    megatron = reading.inspect(str(tmp_path / "megatron.yaml"), words).recipe.policy.megatron_cfg
+    assert megatron.enabled and megatron.tensor_model_parallel_size == 2
     loaded = reading.inspect(str(tmp_path / "own.yaml"), ["++data.train_batch_size=32", "cluster.train.partition=gpus"])
     assert loaded.problems == [] and loaded.recipe.grpo.num_prompts_per_step == 32
     assert loaded.recipe.policy.train_global_batch_size == 32 and loaded.recipe.cluster.train.partition == "gpus"
@@ -335,6 +339,22 @@ def test_an_unknown_key_has_a_near_name(inspect) -> None:
     (problem,) = inspect(f"{ACTOR}.ppo_mini_batchsize=32").problems
     assert (problem.key, problem.code) == (f"{ACTOR}.ppo_mini_batchsize", "unknown-key")
     assert f"did you mean '{ACTOR}.ppo_mini_batch_size'" in problem.message and "run.sh:1" in problem.origin
+
+
+def test_a_value_of_another_type_is_one_problem(inspect) -> None:
+    words = ("data.train_batch_size=many", f"{ACTOR}.optim.betas={{a: 1}}", f"{ROLLOUT}.top_p=[1]")
+    problems = inspect(*words).problems
+    assert named(problems) == {(word.partition("=")[0], "wrong-type") for word in words} and len(problems) == 3
+    assert all("run.sh:1" in problem.origin for problem in problems)
+
+
+def test_validation_after_each_epoch_needs_the_files(recipe, inspect, tmp_path: Path) -> None:
+    file = parquet(tmp_path / "a/train.parquet", *["x"] * 64)
+    words = ["model.path=a/model", "data.train_batch_size=16", "trainer.test_freq=after_each_epoch", "trainer.logger=console"]
+    found = recipe(*words, f"data.train_files={file}", f"data.val_files={file}", module="verl.trainer.sft_trainer")
+    assert (found.sft.val_period, found.sft.val_at_end) == (4, True)
+    problems = inspect(*words, "data.train_files=/no.parquet", module="verl.trainer.sft_trainer").problems
+    assert named(problems) == {("trainer.test_freq", "missing-value")}
 
 
 def test_variables_of_a_script(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import ast
 import fnmatch
 import operator
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -189,7 +190,10 @@ def compute(text: str, names: Mapping[str, str], depth: int = 0) -> int:
             return _binary(node.op, value(node.left), value(node.right))
         raise ValueError(text)
 
-    return value(ast.parse(f"({source})", mode="eval").body)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Python's parser, for text that is no expression
+        tree = ast.parse(f"({source})", mode="eval")
+    return value(tree.body)
 
 
 def _binary(sign: ast.operator, left: int, right: int) -> int:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from launch.recipes.foreign import ForeignSource
 from launch.recipes.translation import foreign_tree, shell_script
@@ -57,13 +58,15 @@ def read(source: ForeignSource) -> Layers:
     config = _of_yaml(source) if source.is_yaml else of_script(source, variables)
     overrides = hydra_overrides.parse((word, COMMAND_LINE) for word in theirs)
     config = _with(config, overrides)
-    tree = foreign_tree.resolve(over_defaults(config))
+    defaults = verl_defaults.of(config.kind, config.engine)
+    wrong: list[Problem] = []
+    tree = foreign_tree.resolve(over_defaults(config), lambda tree: _replace_wrong_types(tree, defaults, wrong))
     tree = replace(tree, environment={**config.environment, **tree.environment})
     own = {key: origin for key, origin in tree.origins.items() if origin}
     has_environment = any(key.startswith("env.") for key, _ in ours)
     t = verl_translation.translate(tree.values, own, config.kind, config.engine, has_environment)
     translation = replace(t, changed=[*config.notes, *t.changed])
-    return foreign_tree.as_layers(tree, translation, source.path, ours, default_origin="verl's default")
+    return foreign_tree.as_layers(tree, translation, source.path, ours, wrong, default_origin="verl's default")
 
 
 def _arguments(source: ForeignSource) -> tuple[list[str], list[tuple[str, ConfigNode]], dict[str, str]]:
@@ -92,6 +95,42 @@ def over_defaults(config: VerlConfig) -> ConfigMapping:
     for key, value in verl_defaults.of(config.kind, config.engine).items():
         tree.set(key, ConfigValue(value))
     return config_tree.merge(tree, config.tree)
+
+
+ALSO = {  # keys that have values of other types than their default's
+    "data.train_files": (list,),
+    "data.val_files": (list,),
+    "trainer.logger": (str,),
+    "trainer.save_freq": (str,),
+    "trainer.test_freq": (str,),
+    "algorithm.rollout_correction.rollout_is_threshold": (str,),
+    "actor_rollout_ref.model.target_modules": (list,),
+    "model.target_modules": (list,),
+}
+
+
+def _replace_wrong_types(tree: ConfigMapping, defaults: Mapping[str, Any], found: list[Problem]) -> dict[str, Problem]:
+    """Replace values of another type than their defaults' by these, so that the rest can be translated, and add problems."""
+    for key, default in defaults.items():
+        node = tree.find(key)
+        if node is None or _fits(key, node, default):
+            continue
+        got = node.value if isinstance(node, ConfigValue) else "a mapping"
+        expected = "a value that is no mapping" if default is None else f"a value such as {default}"
+        found.append(Problem(key, "wrong-type", f"got {got}; expected {expected}", node.origin or ""))
+        tree.set(key, ConfigValue(default))
+    return {}
+
+
+def _fits(key: str, node: ConfigNode, default: Any) -> bool:
+    """Return whether a node has the type of its key's default. A default of null fits every scalar and list."""
+    if isinstance(node, ConfigMapping):
+        return key.endswith("override_optimizer_config")
+    if node.value is None or default is None or isinstance(node.value, ALSO.get(key, ())):
+        return True
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        return isinstance(node.value, int | float) and not isinstance(node.value, bool)
+    return isinstance(node.value, type(default))
 
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------------
@@ -235,14 +274,20 @@ def _of_file(path: Path, kind: str, seen: tuple[Path, ...] = ()) -> VerlConfig:
         elif isinstance(entry, str) and (parent := path.parent / f"{entry.removesuffix('.yaml')}.yaml").is_file():
             below = _of_file(parent, kind, (*seen, path.resolve()))
             config = VerlConfig(config_tree.merge(config.tree, below.tree), below.kind, below.engine)
-        elif isinstance(entry, dict) and entry.get("model_engine") in ENGINES:
-            config = replace(config, engine=ENGINES[entry["model_engine"]])
+        elif isinstance(entry, dict) and (engine := _engine_of(entry)) is not None:
+            config = replace(config, engine=engine)
         elif not _is_verls_group(entry):
             message = f"got {entry}; expected a file beside {path.name}, or one of verl's own: {', '.join(CONFIGS)}"
             raise RecipeError(Problem("defaults", "file-not-found", message, shown))
     assert own_at
     config.tree.children.pop("hydra", None)
     return _with(config, [])
+
+
+def _engine_of(entry: Mapping[str, Any]) -> str | None:
+    """Return the engine that an entry {model_engine: NAME} or {override model_engine: NAME} selects; None for other entries."""
+    names = [name for key, name in entry.items() if key.removeprefix("override ").strip("/ ") == "model_engine"]
+    return ENGINES.get(str(names[0])) if names else None
 
 
 GROUPS = ("actor", "algorithm", "critic", "data", "distillation", "engine", "legacy_reward_impl", "model", "model_engine")

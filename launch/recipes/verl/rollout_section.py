@@ -37,10 +37,9 @@ RULES = under(
         Only("over_sample_rate", (0, None), "answers that are sampled and left out", "0"),
         Only("quantization_config_file", (None,), "generation with a file of quantization", "null"),
         Only("agent.default_agent_loop", ("single_turn_agent", None), AGENTS, "single_turn_agent"),
-        Only("agent.agent_loop_config_path agent.custom_async_server.*", (None,), AGENTS, "null"),
+        Only("agent.agent_loop_config_path agent.custom_async_server.path", (None,), AGENTS, "null"),
         Only("mode", ("async", "sync", None), "this mode of engines", "async"),
         Only("logprobs_mode", ("processed_logprobs", None), "log-probs before temperature and top_p", "processed_logprobs"),
-        Only("mtp.enable mtp.enable_rollout", (False, None), "multi-token prediction", "false"),
         Changed("data_parallel_size", (1, None), "engines have no data-parallel ranks; each engine is its own replica"),
         Changed("seed full_determinism", (42, 0, None, False), "grpo.seed, or ppo.seed, determines the random numbers"),
         Ignored("n_gpus_per_node free_cache_engine load_format layered_summon multi_stage_wake_up calculate_log_probs"),
@@ -116,7 +115,7 @@ def _top_k(value: object) -> object:
 
 def _engine(t: Translator) -> None:
     name = t.get(f"{ROLLOUT}.name", "vllm")
-    if name in ENGINES:
+    if isinstance(name, str) and name in ENGINES:
         t.change(f"{ROLLOUT}.name={name}", f"vLLM samples in place of {ENGINES[name]}, from the same distribution")
     elif name != "vllm":
         t.lacks(f"{ROLLOUT}.name", name, "this engine", "vllm")

@@ -33,19 +33,19 @@ class Score:
     sources: tuple[str, ...] = field(default_factory=tuple)
 
 
-VERLS_OWN = "kind=verl.utils.reward_score.default_compute_score gives verl's own score, where verl is installed"
+VERLS_OWN = "kind=verl.utils.reward_score.default_compute_score has verl's own score, where verl is installed"
 SCORES = (
     Score(
         "gsm8k",
         {"kind": "gsm8k"},
         "the last number of an answer counts, as verl's flexible score; its default, strict, reads only a number after ####;"
-        f" {VERLS_OWN}",
+        f" env.gsm8k.{VERLS_OWN}",
         sources=("openai/gsm8k",),
     ),
     Score(
         "math",
         {"kind": "math"},
-        f"math-verify compares the answers; verl compares the normalized text of the last box; {VERLS_OWN}",
+        f"math-verify compares the answers; verl compares the normalized text of the last box; env.math.{VERLS_OWN}",
         sources=("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
     ),
     Score(
@@ -212,7 +212,12 @@ def _score(t: Translator, key: str, path: str) -> Score | None:
 
 
 def _refuse_unknown(t: Translator) -> None:
-    """Add a problem for files whose score is not known."""
+    """Add a problem for files whose score is not known, or for pictures, whose key a configuration then names."""
+    t.put("env.reward.kind", "exact_match", "data.train_files")  # for the checks of the other keys
+    for key in ("data.image_key", "data.video_key", "data.audio_key"):
+        if t.origins.get(key):
+            t.lacks(key, t.get(key), "images, sound or video")
+            return
     files = [*_files(t.get("data.train_files")), *_files(t.get("data.val_files"))]
     unknown = [path for path in files if _score(t, "data.train_files", path) is None]
     sources = sorted(set().union(*(data_sources(Path(path)) or () for path in unknown)))
@@ -223,7 +228,6 @@ def _refuse_unknown(t: Translator) -> None:
         " reward.custom_reward_function.path=FILE.py, or env.reward.kind=math or another kind, on the command line"
     )
     t.problem("data.train_files", "missing-value", message)
-    t.put("env.reward.kind", "exact_match", "data.train_files")  # for the checks of the other keys
 
 
 def score_of(source: str) -> Score | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from launch.recipes.translation.rules import Changed, Done, Ignored, Only, Same, apply, if_set, under
-from launch.recipes.translation.translator import ABSENT, Translator
+from launch.recipes.translation.rules import Changed, Done, Ignored, Only, apply, under
+from launch.recipes.translation.translator import Translator
 
 DTENSOR, MEGATRON = "policy.dtensor_cfg", "policy.megatron_cfg"
 PRECISIONS = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16", "float32": "float32"}
@@ -29,7 +29,7 @@ MODEL = (
     Only("lora_adapter_path lora.adapter_path", (None,), "a start from a trained adapter", "null, and a merged model in path"),
     Only("external_lib", (None,), "a library that changes the model", "null"),
     Only("hf_config_path", (None,), "a configuration apart from the model's files", "null"),
-    Only("mtp.enable mtp.enable_train mtp.enable_rollout", (False, None), "multi-token prediction", "false"),
+    Only("mtp.enable", (False, None), "multi-token prediction", "false"),
     Ignored("mtp.*"),
     Changed("trust_remote_code", (False, None), "code in the model's files is not run; the model must be in transformers"),
     Changed("enable_activation_offload", (False, None), "activations stay on the GPUs, which needs more memory"),
@@ -64,17 +64,20 @@ MEGATRON_RULES = (
     Ignored("override_mcore_model_config override_ddp_config override_transformer_config"),
     Ignored("override_ddp_config.*", "gradients are reduced in float32, during the backward pass"),
 )
-LAYERS = "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"
+LAYERS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+COPIED = (
+    *LAYERS,
+    "moe_router_dtype",
+    "moe_shared_expert_overlap",
+    "moe_router_bias_update_rate",
+    "gradient_accumulation_fusion",
+)
+"""Keys of override_transformer_config that are ours in policy.megatron_cfg."""
+KERNELS = ("moe_permute_fusion", "moe_grouped_gemm", "apply_rope_fusion", "bias_activation_fusion")
+"""Kernels that we use if they are installed, so that true needs no key."""
 TRANSFORMER = (  # override_transformer_config
-    Done("recompute_granularity recompute_modules recompute_method recompute_num_layers"),
-    Same(LAYERS, if_set, ours=MEGATRON),
-    Same("moe_router_dtype moe_shared_expert_overlap moe_router_bias_update_rate", if_set, ours=MEGATRON),
-    Same(
-        "moe_permute_fusion moe_grouped_gemm apply_rope_fusion bias_activation_fusion",
-        lambda on: False if on is False else ABSENT,
-    ),
-    Same("gradient_accumulation_fusion", if_set, ours=MEGATRON),
-    Same("attention_backend", lambda name: name if name in ("flash", "fused", "unfused") else ABSENT, ours=MEGATRON),
+    Done("recompute_granularity recompute_modules recompute_method recompute_num_layers attention_backend"),
+    Done(" ".join((*COPIED, *KERNELS))),
     Changed(
         "moe_token_dispatcher_type moe_enable_deepep",
         ("alltoall", "allgather", False, None),
@@ -84,7 +87,7 @@ TRANSFORMER = (  # override_transformer_config
     Ignored("use_flash_attn use_triton_gdn use_naive_l2norm use_ascend_gdn use_fused_mhc *dsa_kernel_fusion", NPU),
     Ignored("persist_layer_norm masked_softmax_fusion bias_dropout_fusion deallocate_pipeline_outputs cp_partition_mode"),
     Ignored("sequence_packing_scheduler max_seqlen_per_dp_cp_rank moe_router_enable_expert_bias"),
-    Only("pipeline_model_parallel_layout", (None,), "a free layout of pipeline stages", f"the keys {LAYERS}"),
+    Only("pipeline_model_parallel_layout", (None,), "a free layout of pipeline stages", f"the keys {' '.join(LAYERS)}"),
 )
 
 
@@ -181,20 +184,22 @@ def _megatron(t: Translator, section: str) -> None:
 
 
 def _transformer(t: Translator, key: str) -> None:
+    """Translate override_transformer_config. Keys without a rule are Megatron-Core's, and go to model_overrides."""
     granularity = t.get(f"{key}.recompute_granularity")
     t.put(f"{MEGATRON}.activation_checkpointing", granularity is not None, f"{key}.recompute_granularity")
     for name in ("granularity", "method", "num_layers", "modules"):
         value = t.get(f"{key}.recompute_{name}")
         if granularity is not None and value is not None and not (name == "modules" and granularity == "full"):
             t.put(f"{MEGATRON}.recompute_{name}", value, f"{key}.recompute_{name}")
-    for rule in under(key, TRANSFORMER):
-        if isinstance(rule, Same):
-            for leaf, value in list(t.unconsumed_leaves()):
-                if leaf in rule.patterns:
-                    t.consume(leaf)
-                    if (converted := rule.convert(value)) is not ABSENT:
-                        t.put(f"{MEGATRON}.{leaf.rpartition('.')[2]}", converted, leaf)
-    apply(t, [rule for rule in under(key, TRANSFORMER) if not isinstance(rule, Same)])
+    for name in COPIED:
+        if (value := t.get(f"{key}.{name}")) is not None:
+            t.put(f"{MEGATRON}.{name}", value, f"{key}.{name}")
+    for name in KERNELS:
+        if t.get(f"{key}.{name}") is False:
+            t.put(f"{MEGATRON}.{name}", False, f"{key}.{name}")
+    if (backend := t.get(f"{key}.attention_backend")) in ("flash", "fused", "unfused"):
+        t.put(f"{MEGATRON}.attention_backend", backend, f"{key}.attention_backend")
+    apply(t, under(key, TRANSFORMER))
     for leaf, value in list(t.unconsumed_leaves()):
         if leaf.startswith(f"{key}."):
             t.consume(leaf)

@@ -98,21 +98,33 @@ def common(t: Translator, algorithm: str, keeps: str) -> None:
     number = t.get("trainer.total_training_steps")
     t.put(f"{algorithm}.max_num_steps", UNBOUNDED if number is None else number, "trainer.total_training_steps")
     t.put(f"{algorithm}.max_num_epochs", t.get("trainer.total_epochs"), "trainer.total_epochs")
-    test: Any = t.get("trainer.test_freq")
-    validates = isinstance(test, int) and test > 0
-    t.put(f"{algorithm}.val_period", test if validates else 0, "trainer.test_freq")
-    t.put(f"{algorithm}.val_at_end", validates, "trainer.test_freq")
-    save: Any = t.get("trainer.save_freq")
-    saves = isinstance(save, int) and save > 0
-    t.put("checkpointing.enabled", saves, "trainer.save_freq")
-    if saves:
+    test = _period(t, "trainer.test_freq")
+    t.put(f"{algorithm}.val_period", test or 0, "trainer.test_freq")
+    t.put(f"{algorithm}.val_at_end", test is not None, "trainer.test_freq")
+    save = _period(t, "trainer.save_freq")
+    t.put("checkpointing.enabled", save is not None, "trainer.save_freq")
+    if save is not None:
         t.put("checkpointing.save_period", save, "trainer.save_freq")
     else:
-        t.change(f"trainer.save_freq={save}", "the run saves no checkpoint, as in verl, and cannot be continued")
+        text = "the run saves no checkpoint, as in verl, and cannot be continued"
+        t.change(f"trainer.save_freq={t.get('trainer.save_freq')}", text)
     t.put("checkpointing.keep_top_k", t.get(keeps), keeps)
     _trackers(t)
     for ours, theirs in (("nodes", "trainer.nnodes"), ("gpus_per_node", "trainer.n_gpus_per_node")):
         t.put(f"cluster.train.{ours}", t.get(theirs), theirs)
+
+
+def _period(t: Translator, key: str) -> int | None:
+    """Return the steps between two validations or checkpoints; None for none of them."""
+    value: Any = t.get(key)
+    if value == "after_each_epoch":
+        total, passes = steps(t, "data.train_batch_size"), t.get("trainer.total_epochs")
+        if total is not None and isinstance(passes, int) and total >= passes > 0 and not t.get("trainer.total_training_steps"):
+            return total // passes
+        message = f"got {value}, but the files of the data are not on this machine; expected a number. Try {key}=STEPS"
+        t.problem(key, "missing-value", message)
+        return None
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def _trackers(t: Translator) -> None:

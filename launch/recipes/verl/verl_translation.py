@@ -72,6 +72,7 @@ def _online(t: Translator, engine: str, has_environment: bool) -> None:
         t.put("policy.max_grad_norm", t.consume(f"{ACTOR}.grad_clip"), f"{ACTOR}.grad_clip")
     if distills:
         distilling.translate(t, algorithm)
+    t.consume("distillation")
     if algorithm == "ppo":
         critics.translate(t, engine, steps)
     t.consume("critic")
