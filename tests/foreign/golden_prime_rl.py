@@ -1,8 +1,8 @@
 """`python -m tests.foreign.golden_prime_rl CLONE`: write golden/prime_rl.json from prime-rl's own pydantic classes.
 
-Needs `pip install prime-pydantic-config renderers verifiers tomli tomli-w`, and on PYTHONPATH CLONE's folder
-packages/prime-rl-configs/src. The client of Prime Intellect's sandboxes, which configurations do not use, is an empty module. Of configs/**.toml, in
-alphabetical order, the first ten that the classes accept are taken.
+Needs `pip install prime-pydantic-config renderers verifiers tomli tomli-w`, and packages/prime-rl-configs/src of the clone on
+PYTHONPATH. The client of Prime Intellect's sandboxes, which configurations do not use, is an empty module. Of configs/**.toml,
+in alphabetical order, the first ten that the classes accept are taken.
 """
 
 from __future__ import annotations

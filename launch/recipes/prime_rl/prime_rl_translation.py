@@ -37,6 +37,11 @@ def _online(t: Translator, ours: Set[str]) -> None:
     prime_rl_training.ignore(t)
 
 
+def knows(key: str) -> bool:
+    """Return whether a dotted key is one of prime-rl's."""
+    return key in _names()
+
+
 @functools.cache
 def _names() -> frozenset[str]:
     """Return keys of prime-rl that have a name without wildcards."""
