@@ -88,6 +88,8 @@ def test_a_key_becomes_ours(tmp_path: Path, options: str, key: str, expected: ob
 
 
 REFUSED = [
+    ("--orchestrator.batch-size many", "orchestrator.batch_size", "expected a whole number"),
+    ("--trainer.optim.lr fast", "trainer.optim.lr", "expected a number"),
     ("--orchestrator.algo.type max_rl", "orchestrator.algo.type", "MaxRL"),
     ("--orchestrator.algo.type opd", "orchestrator.algo.type", "algorithm=distillation"),
     ("--trainer.loss.type ipo", "trainer.loss.type", "symmetric trust region"),

@@ -101,5 +101,31 @@ def of_sft() -> dict[str, Any]:
     return values | {"max_steps": None, "data.type": "sft"} | _common("")
 
 
+NULLABLE: dict[str, Any] = {  # keys whose default is null -> a value of their type
+    "orchestrator.batch_size": 1,
+    "orchestrator.train.sampling.max_completion_tokens": 1,
+    "trainer.max_steps": 1,
+    "max_steps": 1,
+    "trainer.optim.max_norm": 1.0,
+    "optim.max_norm": 1.0,
+    "trainer.ckpt.interval": 1,
+    "trainer.ckpt.keep_last": 1,
+    "ckpt.interval": 1,
+    "ckpt.keep_last": 1,
+}
+
+
+def examples(kind: str) -> dict[str, Any]:
+    """Return a value of its type for each key of a configuration. kind: rl or sft."""
+    section, model = ("trainer.", "trainer.model") if kind == "rl" else ("", "model")
+    values = of_rl() if kind == "rl" else of_sft()
+    for name, tables in (("optim", OPTIMIZERS), ("scheduler", SCHEDULERS), ("loss", LOSSES)):
+        values |= {f"{section}{name}.{key}": value for table in tables.values() for key, value in table.items()}
+    values |= {f"{model}.lora.{key}": value for key, value in LORA.items()}
+    values |= {f"deployment.{key}": value for key, value in DEPLOYMENT.items()}
+    values |= {f"orchestrator.eval.{key}": value for key, value in EVAL.items()}
+    return {key: value for key, value in values.items() if key not in NULLABLE}
+
+
 def _common(section: str) -> dict[str, Any]:
     return {f"{section}optim.type": "adamw", f"{section}scheduler.type": "constant"}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launch.recipes.foreign import ForeignSource
 from launch.recipes.prime_rl import prime_rl_defaults, prime_rl_translation
-from launch.recipes.translation import foreign_tree, long_options, shell_script
+from launch.recipes.translation import foreign_tree, leaf_types, long_options, shell_script
 from pipeline.config import Problem, RecipeError, config_tree
 from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, ConfigNode, ConfigValue
 from pipeline.config.loading import Layers
@@ -27,32 +27,40 @@ class PrimeRLConfig:
 
     tree: ConfigMapping = field(default_factory=ConfigMapping)
     kind: str | None = None  # rl or sft; None: the keys tell
-    notes: tuple[str, ...] = ()
 
 
 def read(source: ForeignSource) -> Layers:
     """Translate a configuration of prime-rl into our keys."""
     ours: list[tuple[str, ConfigNode]] = []
     words: list[str] = []
+    variables: dict[str, str] = {}
     for word in source.arguments:
-        key, equals, _ = word.partition("=")
+        key, equals, value = word.partition("=")
+        if equals and key.isidentifier() and source.path.suffix == ".sh" and shell_script.mentions(source.text, key):
+            variables[key] = value
+            continue
         is_ours = equals and not word.startswith("-") and foreign_tree.is_our_key(key)
         ours += config_tree.parse_overrides([word]) if is_ours else []
         words += [] if is_ours else [word]
-    config = PrimeRLConfig(_wrapped(_toml(source.path), words)) if source.path.suffix == ".toml" else _of_script(source)
+    config = (
+        PrimeRLConfig(_wrapped(_toml(source.path), words)) if source.path.suffix == ".toml" else _of_script(source, variables)
+    )
     config = _with_words(config, [(word, COMMAND_LINE) for word in words], source.path)
     tree = config.tree
-    kind = config.kind or ("rl" if any(name in tree.children for name in (*SECTIONS[:2], "orchestrator")) else "sft")
+    kind = config.kind or ("rl" if "trainer" in tree.children or "orchestrator" in tree.children else "sft")
     problems = list(_share(tree)) if kind == "rl" else []
     defaults = prime_rl_defaults.of_rl() if kind == "rl" else prime_rl_defaults.of_sft()
     below = ConfigMapping()
     for key, value in defaults.items():
         below.set(key, ConfigValue(value))
-    resolved = foreign_tree.resolve(config_tree.merge(below, tree))
+    merged = config_tree.merge(below, tree)
+    problems += leaf_types.replace_wrong(merged, prime_rl_defaults.examples(kind), prime_rl_defaults.NULLABLE)
+    resolved = foreign_tree.resolve(merged)
     own = {key: origin for key, origin in resolved.origins.items() if origin}
     t = prime_rl_translation.translate(resolved.values, own, kind, {key for key, _ in ours})
-    translation = replace(t, changed=[*config.notes, *t.changed])
-    return foreign_tree.as_layers(resolved, translation, source.path, ours, problems, default_origin="prime-rl's default")
+    wrong = {problem.key for problem in problems}
+    t = replace(t, problems=[problem for problem in t.problems if problem.key not in wrong])
+    return foreign_tree.as_layers(resolved, t, source.path, ours, problems, default_origin="prime-rl's default")
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------------
@@ -165,8 +173,7 @@ def _entry(words: Sequence[str]) -> int | None:
     return None
 
 
-def _of_script(source: ForeignSource) -> PrimeRLConfig:
-    variables = {key: value for key, _, value in (word.partition("=") for word in source.arguments) if key.isupper()}
+def _of_script(source: ForeignSource, variables: Mapping[str, str]) -> PrimeRLConfig:
     command = shell_script.find_command(source.text, source.path, lambda words: _entry(words) is not None, variables)
     if command is None:
         message = "has no command that starts prime-rl; expected one such as `uv run rl @ FILE.toml`"

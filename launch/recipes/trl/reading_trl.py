@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.recipes.foreign import ForeignSource
-from launch.recipes.translation import foreign_tree, long_options, shell_script
+from launch.recipes.translation import foreign_tree, leaf_types, long_options, shell_script
 from launch.recipes.trl import trl_defaults, trl_translation
 from launch.recipes.trl.trl_defaults import ACCELERATE, ALGORITHMS, LACKING, RENAMED, SCRIPTS, TRAINERS
 from pipeline.config import Problem, RecipeError, config_tree
@@ -43,14 +43,19 @@ def read(source: ForeignSource) -> Layers:
     config = TrlConfig(source.tree) if source.is_yaml else _of_script(source, variables)
     config = _with_flags(config, flags, source.path)
     config, trainer = _with_trainer(config, ours, source.path)
-    merged = config_tree.merge(_renamed(trl_defaults.of(trainer), None), _normalized(config.tree))
+    defaults = trl_defaults.of(trainer)
+    merged = config_tree.merge(_renamed(defaults, None), _normalized(config.tree))
+    examples = {key: value for key, value in defaults.items() if key not in trl_defaults.SEVERAL_TYPES}
+    problems = list(leaf_types.replace_wrong(merged, examples, trl_defaults.NULLABLE))
     tree = foreign_tree.resolve(merged)
     own = {key: origin for key, origin in tree.origins.items() if origin}
     keys = {key: getattr(node, "value", None) for key, node in ours}
     processes = _processes(config.launcher, keys, source.path)
     t = trl_translation.translate(tree.values, own, trainer, processes, keys)
-    translation = replace(t, changed=[*config.notes, *t.changed])
-    return foreign_tree.as_layers(tree, translation, source.path, ours, default_origin="TRL's default")
+    wrong = {problem.key for problem in problems}
+    others = [problem for problem in t.problems if problem.key not in wrong]
+    translation = replace(t, changed=[*config.notes, *t.changed], problems=others)
+    return foreign_tree.as_layers(tree, translation, source.path, ours, problems, default_origin="TRL's default")
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------------

@@ -237,6 +237,26 @@ RENAMED = {  # fields of earlier versions -> the field of today
 }
 EARLIER = ("warmup_ratio", "max_prompt_length", "rpo_alpha", "reference_free", "system_prompt", "chat_template")
 """Fields of earlier versions, or of projects that build on TRL, that are translated."""
+NULLABLE: dict[str, Any] = {  # fields whose default is null -> a value of their type
+    "bf16": True,
+    "eval_steps": 1.0,
+    "save_total_limit": 1,
+    "num_generations_eval": 1,
+    "generation_batch_size": 1,
+    "steps_per_generation": 1,
+    "epsilon_high": 1.0,
+    "delta": 1.0,
+    "vllm_max_model_length": 1,
+    "vllm_importance_sampling_clip_max": 1.0,
+    "vllm_importance_sampling_clip_min": 1.0,
+    "max_length": 1,
+    "max_prompt_length": 1,
+    "warmup_ratio": 1.0,
+    "rpo_alpha": 1.0,
+    "test_split_size": 1.0,
+}
+SEVERAL_TYPES = ("warmup_steps", "save_steps", "resume_from_checkpoint", "gradient_checkpointing_kwargs", *NULLABLE)
+"""Fields that take numbers of two types, or null."""
 ACCELERATE = {  # TRL's own files for --accelerate_config and --config_file -> processes
     "single_gpu": 1,
     "multi_gpu": 8,

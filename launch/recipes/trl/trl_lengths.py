@@ -28,7 +28,8 @@ RULES = (
         "load_best_model_at_end metric_for_best_model greater_is_better", (False, None), "checkpointing.metric_name does this"
     ),
     Ignored("fsdp fsdp.* fsdp_config fsdp_config.* deepspeed deepspeed.* accelerator_config* ddp_*", SHARDING),
-    Ignored("push_to_hub hub_* push_to_hub_revision overwrite_hub_revision", "a run uploads nothing"),
+    Changed("push_to_hub push_to_hub_revision", (False, None), "a run uploads nothing"),
+    Ignored("hub_* overwrite_hub_revision"),
     Ignored("do_train do_eval do_predict do_sample debug local_rank log_level* log_on_each_node logging_* disable_tqdm"),
     Ignored("dataloader_* remove_unused_columns skip_memory_metrics torch_empty_cache_steps include_* ignore_data_skip"),
     Ignored("torch_compile* tf32 bf16_full_eval fp16_full_eval use_cpu use_mps_device average_tokens_across_devices"),

@@ -67,9 +67,8 @@ def _processes(t: Translator, processes: Processes) -> None:
     per_machine = -(-processes.number // processes.machines)
     t.put("cluster.train.nodes", processes.machines, "per_device_train_batch_size")
     t.put("cluster.train.gpus_per_node", per_machine, "per_device_train_batch_size")
-    source = processes.source or "nothing says otherwise"
     if not processes.source:
-        text = f"1 process is assumed, because {source}; --num_processes N or cluster.train.gpus_per_node=N sets another number"
+        text = "1 process is assumed, since nothing names a number; --num_processes N or cluster.train.gpus_per_node=N sets one"
         t.change("num_processes", text)
 
 
