@@ -18,6 +18,7 @@ from launch.terminal import command_line
 from pipeline.algorithms.sections import LossConfig
 from pipeline.config import Loaded, Recipe, RecipeError
 from pipeline.train.optimizer import LRSchedule
+from tests.docs import pages
 from tests.problems import named, refused
 
 BASE = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.n=4")
@@ -367,6 +368,14 @@ def test_variables_of_a_script(tmp_path: Path) -> None:
     assert "run.sh:1: trainer.n_gpus_per_node" in str(error.value) and "Try N=VALUE" in str(error.value)
     found = reading.inspect(str(tmp_path / "run.sh"), ["LR=3e-6", "N=4"]).recipe
     assert (found.policy.optimizer.kwargs["lr"], found.cluster.train.gpus_per_node) == (3e-6, 4)
+
+
+def test_the_example_of_the_page(tmp_path: Path) -> None:
+    (text,) = [block.body for block in pages.blocks(pages.ROOT / "recipes/FOREIGN.md") if block.path == "run.sh"]
+    (tmp_path / "run.sh").write_text(text)
+    loaded = reading.inspect(str(tmp_path / "run.sh"), ["trainer.logger=console"])
+    recipe = loaded.recipe
+    assert loaded.problems == [] and (recipe.policy.train_global_batch_size, recipe.grpo.max_num_epochs) == (1280, 15)
 
 
 def test_commands_that_start_a_trainer(tmp_path: Path) -> None:

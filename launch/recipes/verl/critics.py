@@ -16,7 +16,7 @@ RULES = under(
         Done("cliprange_value grad_clip model.path loss_agg_mode ppo_mini_batch_size ppo_epochs"),
         Only("loss_scale_factor", (None,), "a constant divisor of the loss", "null"),
         Changed("ulysses_sequence_parallel_size", (1, None), "the critic has the parallel sizes of the policy"),
-        Ignored("fsdp.* megatron.* model.* strategy pad_to_length use_remove_padding"),
+        Ignored("fsdp.* megatron.* model.* strategy pad_to_length use_remove_padding checkpoint.* enable nccl_timeout"),
     ),
 )
 

@@ -28,21 +28,12 @@ RULES = (
     Ignored("trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.max_critic_ckpt_to_keep trainer.use_v1"),
     Ignored("trainer.esi_redundant_time trainer.log_val_generations trainer.rollout_data_dir trainer.validation_data_dir"),
     Ignored("trainer.ray_wait_register_center_timeout trainer.v1.* trainer.use_legacy_worker_impl trainer.profile_interval"),
-    Ignored("trainer.balance_batch trainer.device"),
+    Ignored("trainer.balance_batch"),
     Done(f"{ACTOR}.checkpoint.async_save"),
-    Ignored(
-        f"{ACTOR}.checkpoint.* critic.checkpoint.* checkpoint.*",
-        "a checkpoint has the model, the optimizer and the data's position",
-    ),
+    Ignored(f"{ACTOR}.checkpoint.* checkpoint.*", CHECKPOINT),
     Changed(f"{ACTOR}.use_prefix_grouper", (False, None), "each answer is computed with its prompt: equal results, slower"),
-    Only(
-        f"{ACTOR}.router_replay.mode {REF}.router_replay.mode",
-        ("disabled", None),
-        "replay of the sampler's routing",
-        "disabled",
-    ),
+    Only(f"{ACTOR}.router_replay.mode {REF}.router_replay.mode", ("disabled", None), ROUTING, "disabled"),
     Only(f"{ACTOR}.qat.enable", (False, None), "quantization-aware training", "false"),
-    Only("critic.enable", (True, False, None), "this critic"),
     Ignored(
         f"{ACTOR}.strategy {ACTOR}.model_engine {ACTOR}.freeze_vision_tower {ACTOR}.use_torch_compile {ACTOR}.entropy_*"
         f" {ACTOR}.pad_to_length"

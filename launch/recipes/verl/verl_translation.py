@@ -75,7 +75,8 @@ def _online(t: Translator, engine: str, has_environment: bool) -> None:
     t.consume("distillation")
     if algorithm == "ppo":
         critics.translate(t, engine, steps)
-    t.consume("critic")
+    else:
+        t.consume("critic")
     trainers.translate(t, algorithm)
 
 
