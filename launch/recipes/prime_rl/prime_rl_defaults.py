@@ -1,6 +1,6 @@
 """prime-rl's defaults of the keys that are translated (packages/prime-rl-configs/src/prime_rl/configs).
 
-`tests/foreign/test_prime_rl.py` compares the tables with prime-rl, where its package is installed.
+`tests/foreign/test_prime_rl_defaults.py` compares the tables with prime-rl, where its package is installed.
 """
 
 from __future__ import annotations
