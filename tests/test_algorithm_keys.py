@@ -42,6 +42,13 @@ BASE = {
 # (algorithms, overrides, key, code); * stands for the algorithm
 REFUSED = [
     # ---- the policy's loss
+    ("grpo ppo", "loss_fn.use_dppo=true loss_fn.ratio_clip_c=3", "loss_fn.ratio_clip_c", "contradiction"),
+    (
+        "grpo ppo",
+        "loss_fn.sequence_level_importance_weights=true",
+        "loss_fn.sequence_level_importance_weights",
+        "has-no-effect",
+    ),
     ("grpo ppo", "loss_fn.sequence_level_importance_ratios=true", "loss_fn.sequence_level_importance_ratios", "contradiction"),
     (
         "grpo ppo",

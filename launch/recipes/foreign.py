@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from pipeline.seams import extras
 
 NEVER_YAML = (*config_tree.NEVER_YAML, ".toml")
 OURS = ("cluster.train", "cluster.generate", "cluster.executor", "cluster.time_min", "run_dir", "needs")  # unknown to NeMo-RL
+TRLS = ("model_name_or_path", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs")
 NEMO_RLS = ("cluster.num_nodes", "cluster.gpus_per_node", *ONLINE, *OFFLINE)  # every NeMo-RL recipe has one of these
 
 
@@ -95,8 +97,28 @@ def _is_verl(source: ForeignSource) -> bool:
     return "actor_rollout_ref" in tree.children or sft or named is not None
 
 
+def _is_trl(source: ForeignSource) -> bool:
+    if source.is_yaml:
+        tree = source.tree
+        return any(name in tree.children for name in TRLS) and "policy" not in tree.children and "stage" not in tree.children
+    starts = r"\btrl\s+[a-z]+\s|\btrl[./]scripts[./]|\bexamples/scripts/\w+\.py|\.py\b[^#]*?\s--(model_name_or_path|config)\b"
+    return source.path.suffix == ".sh" and re.search(starts, source.text, re.DOTALL) is not None
+
+
+def _is_prime_rl(source: ForeignSource) -> bool:
+    if source.path.suffix == ".toml":
+        try:
+            names = tomllib.loads(source.text).keys()
+        except tomllib.TOMLDecodeError:
+            return True  # whose reader says what is wrong
+        return bool(names & {"orchestrator", "trainer", "optim", "train", "ckpt"}) or {"data", "model"} <= names
+    return source.path.suffix == ".sh" and re.search(r"\buv run (?:\S+ )*(?:rl|sft) ", source.text) is not None
+
+
 FORMATS = (
     ForeignFormat("verl", "recipe", "a configuration of verl", _is_verl),
+    ForeignFormat("prime_rl", "recipe", "a configuration of prime-rl", _is_prime_rl),
+    ForeignFormat("trl", "recipe", "a configuration of TRL", _is_trl),
     ForeignFormat("nemo_rl", "algorithm", "a recipe of NeMo-RL", _is_nemo_rl),  # last: it reads the parents of a file
 )
 

@@ -8,6 +8,7 @@ loss.py. Settings of GRPO give the methods derived from it:
     GSPO          sequence_level_importance_ratios=true, token_level_loss=false
     CISPO         use_cispo=true
     SAPO          use_sapo=true, token_level_loss=false
+    DPPO          use_dppo=true, use_generation_logprobs=true
     RLOO          use_leave_one_out_baseline=true, disable_ppo_ratio=true, normalize_rewards=false
     REINFORCE++   adv_estimator.name=reinforce_plus_plus
     GDPO          adv_estimator.name=gdpo, with several rewards: several_rewards.py

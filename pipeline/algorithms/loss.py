@@ -2,14 +2,15 @@
 
 With r = pi / pi_old and w = pi_old / pi_generate for each token, A its advantage and sg() a stopped gradient:
 
-    loss = - w S + reference_policy_kl_penalty KL - entropy_coeff H        `policy_loss`
+    loss = - w S + reference_policy_kl_penalty KL + drift_penalty log^2 r - entropy_coeff H        `policy_loss`
     S    = min(r A, clip(r) A)                  PPO, GRPO, DAPO, GSPO      `clipped_surrogate`
          | sg(clip(r)) A log pi                 CISPO                      `cispo`
          | 4 / tau sigma(tau (r - 1)) A         SAPO                       `sapo`
+         | keep(pi - pi_old) r A                DPPO                       `dppo`
          | A log pi                             REINFORCE, RLOO
 
-S and KL are averaged over all tokens of the step (token_level_loss=true), or within each sequence and then over sequences. H is
-the exact entropy of a token's distribution and is always averaged over all tokens.
+S, KL and log^2 r are averaged over all tokens of the step (token_level_loss=true), or within each sequence and then over
+sequences. H is the exact entropy of a token's distribution and is always averaged over all tokens.
 
 In a step with one update pi_old equals pi, and needs no forward pass of its own. force_on_policy_ratio assumes this for any
 step. The ratio is then 1, and its gradient is that of log pi. With use_generation_logprobs pi_old is pi_generate, which needs
@@ -63,12 +64,15 @@ def policy_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts
     if config.sequence_level_importance_ratios:
         log_ratio = sequence_log_ratios(log_ratio.detach(), batch) + apply_mask(logprobs - current, batch)
     ratio = torch.exp(log_ratio)
-    surrogate, bounded = _surrogate(config, apply_mask(logprobs, batch), ratio, batch.advantages)
+    surrogate, bounded = _surrogate(config, apply_mask(logprobs, batch), apply_mask(old, batch), ratio, batch.advantages)
     log_weights = importance_log_weights(old, batch, config)
     weights, outside = truncate_weights(log_weights, batch, config)
     if config.use_importance_sampling_correction:
         surrogate = surrogate * weights
     loss = masked_share(-surrogate, batch, counts, config.token_level_loss)
+    if config.drift_penalty != 0:
+        drift = apply_mask(logprobs - old, batch).square()
+        loss = loss + config.drift_penalty * masked_share(drift, batch, counts, config.token_level_loss)
     with torch.no_grad():
         metrics = {
             "ppo_kl": masked_share(old - current, batch, counts),
@@ -100,7 +104,7 @@ def policy_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts
 
 
 def _surrogate(
-    config: LossConfig, logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor
+    config: LossConfig, logprobs: torch.Tensor, old: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (surrogate objective, which the loss negates; whether a bound on the ratio is active), `[T]` each."""
     if config.disable_ppo_ratio:
@@ -109,6 +113,8 @@ def _surrogate(
         return cispo(config, logprobs, ratio, advantages)
     if config.use_sapo:
         return sapo(config, ratio, advantages), torch.zeros_like(ratio, dtype=torch.bool)
+    if config.use_dppo:
+        return dppo(config, logprobs, old, ratio, advantages)
     return clipped_surrogate(config, ratio, advantages)
 
 
@@ -154,6 +160,20 @@ def sapo(config: LossConfig, ratio: torch.Tensor, advantages: torch.Tensor) -> t
     positive, negative = config.sapo_temperature_positive, config.sapo_temperature_negative
     temperature = torch.full_like(ratio, negative).masked_fill(advantages > 0, positive)
     return 4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * advantages
+
+
+def dppo(
+    config: LossConfig, logprobs: torch.Tensor, old: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (DPPO's surrogate, whether a token is left out), `[T]` each (https://arxiv.org/abs/2602.04879, binary TV).
+
+        r A,  0 where A > 0 and pi - pi_old > ratio_clip_max,  or A < 0 and pi_old - pi > ratio_clip_min
+
+    A bound on the probability, not on the ratio, lets improbable tokens change.
+    """
+    change = torch.exp(logprobs.detach()) - torch.exp(old)
+    outside = (advantages > 0) & (change > config.ratio_clip_max) | (advantages < 0) & (change < -config.ratio_clip_min)
+    return torch.where(outside, 0.0, ratio * advantages), outside
 
 
 def sequence_log_ratios(log_ratios: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
@@ -251,11 +271,11 @@ def _kl_of_counted(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfi
 def importance_log_weights(old: torch.Tensor, batch: PackedBatch, config: LossConfig) -> torch.Tensor:
     """Return log w of w_t = pi_old(y_t) / pi_generate(y_t), `[T]` (https://fengyao.notion.site/off-policy-rl).
 
-    log w is 0 where the mask is False. With sequence_level_importance_ratios all tokens of a sequence have the product of its
-    w_t.
+    log w is 0 where the mask is False. With sequence_level_importance_ratios, or sequence_level_importance_weights, all tokens
+    of a sequence have the product of its w_t.
     """
     log_weights = apply_mask(old - batch.generate_logprobs, batch)
-    if config.sequence_level_importance_ratios:
+    if config.sequence_level_importance_ratios or config.sequence_level_importance_weights:
         return per_token(sequence_sums(log_weights, batch), batch)
     return log_weights
 
@@ -325,7 +345,7 @@ def _weight_metrics(
     log_weights: torch.Tensor, outside: torch.Tensor, batch: PackedBatch, counts: GlobalCounts, config: LossConfig
 ) -> dict[str, torch.Tensor]:
     """Return metrics: mean and histogram of w before truncation, and the share of tokens or sequences out of bounds."""
-    sequences = config.sequence_level_importance_ratios
+    sequences = config.sequence_level_importance_ratios or config.sequence_level_importance_weights
     metrics = {
         "sampling_importance_ratio": masked_share(torch.exp(log_weights), batch, counts, token_level=not sequences),
         "sampling_importance_ratio_histogram": histogram_share(log_weights, batch, counts),

@@ -148,18 +148,20 @@ class RewardedAlgorithm(OnlineAlgorithm):
             message = "got true with loss_fn.reference_policy_kl_penalty=0; expected false, or a penalty above 0 to subtract"
             yield Problem("loss_fn.use_kl_in_reward", "has-no-effect", message)
 
+<<<<<<< HEAD
     def _check_surrogate(self) -> Iterator[Problem]:
-        """Yield a problem for each key that contradicts CISPO's or SAPO's surrogate."""
+        """Yield a problem for each key that contradicts the surrogate of CISPO, SAPO or DPPO."""
         loss = self.recipe.loss_fn
-        by_token = ("sequence_level_importance_ratios", False, "weighs every token by its own ratio")
         required = {
-            "use_sapo": (by_token, ("token_level_loss", False, "is a mean over sequences"), ("use_cispo", False, "is another")),
-            "use_cispo": (by_token, ("token_level_loss", True, "is a mean over tokens")),
+            "use_dppo": (("use_cispo", False, "bounds probabilities, not ratios"), ("use_sapo", False, "is another")),
+            "use_sapo": (("token_level_loss", False, "is a mean over sequences"), ("use_cispo", False, "is another")),
+            "use_cispo": (("token_level_loss", True, "is a mean over tokens"),),
         }
         flag = next((flag for flag in required if getattr(loss, flag)), None)
         always = (
             ("disable_ppo_ratio", False, "needs the ratio"),
             ("force_on_policy_ratio", False, "needs a ratio other than 1"),
+            ("sequence_level_importance_ratios", False, "weighs every token by its own ratio"),
             ("ratio_clip_c", None, "has no surrogate for a dual clip"),
         )
         for name, expected, reason in (*always, *required[flag]) if flag else ():
@@ -207,8 +209,11 @@ class RewardedAlgorithm(OnlineAlgorithm):
 
     def _check_truncation(self) -> Iterator[Problem]:
         loss, key = self.recipe.loss_fn, "loss_fn.truncated_importance_sampling"
-        kind, sequences = loss.truncated_importance_sampling_type, "loss_fn.sequence_level_importance_ratios"
+        kind = loss.truncated_importance_sampling_type
         high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
+        if loss.sequence_level_importance_weights and not loss.use_importance_sampling_correction:
+            message = "got true; expected false, since the loss has no importance weights"
+            yield Problem("loss_fn.sequence_level_importance_weights", "has-no-effect", message)
         if kind is None:
             for name, value in (("ratio", high), ("ratio_min", low)):
                 if value is not None:
@@ -225,7 +230,11 @@ class RewardedAlgorithm(OnlineAlgorithm):
             yield Problem(f"{key}_ratio_min", "missing-value", f"got null; expected a lower bound with {key}_type={kind}")
         if low is not None and high is not None and low > high:
             yield Problem(f"{key}_ratio_min", "too-large", f"got {low}; expected at most {key}_ratio={high}")
-        if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
+        level = (
+            "ratios" if loss.sequence_level_importance_ratios else "weights" if loss.sequence_level_importance_weights else ""
+        )
+        if kind == "seq-mask-tis" and level:
+            sequences = f"loss_fn.sequence_level_importance_{level}"
             message = f"got seq-mask-tis, which weights tokens; expected tis or icepop with {sequences}=true"
             yield Problem(f"{key}_type", "contradiction", message)
 

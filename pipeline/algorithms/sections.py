@@ -192,6 +192,11 @@ class LossConfig:
     """SAPO: steepness of the gate where the advantage is positive."""
     sapo_temperature_negative: Annotated[Float, LIVE, Field(gt=0)] = 1.05
     """SAPO: steepness of the gate elsewhere."""
+    use_dppo: Bool = False
+    """DPPO's loss: the ratio is not clipped. A token has no part in it if its probability rose by more than ratio_clip_max, and
+    its advantage is positive, or fell by more than ratio_clip_min, and its advantage is negative."""
+    drift_penalty: Annotated[Float, LIVE, Field(ge=0)] = 0.0
+    """Weight of log^2(pi / pi_old), which is added to the loss, as in Kimi K2.5."""
     sequence_level_importance_ratios: Bool = False
     """GSPO: use one ratio for a whole sequence. Needs token_level_loss=false."""
     token_level_loss: Bool = True
@@ -202,6 +207,9 @@ class LossConfig:
     """Log the exact entropy. false: log only `approx_entropy`, an estimate from the samples."""
     use_importance_sampling_correction: Bool = False
     """Weight tokens by pi_old / pi_generate, which corrects for older weights and different rounding in the engines."""
+    sequence_level_importance_weights: Bool = False
+    """All tokens of a sequence have the product of its weights pi_old / pi_generate, as always with
+    sequence_level_importance_ratios."""
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
     """How to bound the weights pi_old / pi_generate. null: unbounded."""
     truncated_importance_sampling_ratio: Annotated[Float | None, Field(gt=0)] = None

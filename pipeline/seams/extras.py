@@ -48,6 +48,8 @@ EXTRAS = {
     "trackers": Extra("pipeline.trackers", TRACKING),  # their sections of the recipe
     "tracking": Extra("pipeline.tracking.supervision", TRACKING),  # in the job
     "nemo_rl": Extra("launch.recipes.nemo_rl.reader", ("launch/recipes/nemo_rl",)),
+    "prime_rl": Extra("launch.recipes.prime_rl.reading_prime_rl", ("launch/recipes/prime_rl",)),
+    "trl": Extra("launch.recipes.trl.reading_trl", ("launch/recipes/trl",)),
     "verl": Extra("launch.recipes.verl.reading_verl", ("launch/recipes/verl",)),
     "pages": Extra(None, ("launch/pages", "launch/report.py")),
     "sweeps": Extra(None, ("launch/sweeps", "launch/sweep.py")),

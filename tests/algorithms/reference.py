@@ -31,6 +31,7 @@ def policy_loss(config: LossConfig, packed: Packed, entropy: torch.Tensor | None
     old = generate if config.use_generation_logprobs else old
     lengths = mask.sum(1, keepdim=True)
     losses = -_objective(config, now, old, advantage, mask, lengths) * _weights(config, old, generate, mask, lengths)
+    losses = losses + config.drift_penalty * (now - old) ** 2
     penalty = 0.0 if config.use_kl_in_reward else config.reference_policy_kl_penalty
     if penalty:
         drawn = generate if config.use_on_policy_kl_approximation else now.detach()
@@ -65,6 +66,10 @@ def _objective(
         taus = torch.tensor([config.sapo_temperature_negative, config.sapo_temperature_positive], dtype=torch.float64)
         tau = taus[(advantage > 0).long()]
         return 4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
+    if config.use_dppo:
+        rise = torch.sign(advantage) * (now.detach().exp() - old.exp())
+        most = torch.where(advantage > 0, config.ratio_clip_max, config.ratio_clip_min)
+        return advantage * ratio * (rise <= most)
     if config.sequence_level_importance_ratios:
         whole = torch.prod(torch.where(mask == 1, ratio, 1.0), 1, keepdim=True) ** (1 / lengths)
         ratio = whole.detach() * torch.exp(now) / torch.exp(now.detach())  # GSPO-token's
@@ -80,7 +85,7 @@ def _weights(
     if not config.use_importance_sampling_correction:
         return torch.ones_like(old)
     weight = torch.exp(old) / torch.exp(generate)
-    if config.sequence_level_importance_ratios:
+    if config.sequence_level_importance_ratios or config.sequence_level_importance_weights:
         weight = torch.prod(torch.where(mask == 1, weight, 1.0), 1, keepdim=True).expand_as(old)
     kind, low = config.truncated_importance_sampling_type, config.truncated_importance_sampling_ratio_min or 0.0
     high = config.truncated_importance_sampling_ratio

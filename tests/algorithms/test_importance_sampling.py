@@ -84,6 +84,7 @@ def by_hand(weights: tuple[float, ...] = (0.5, 4.0, 1.1), lengths: tuple[int, ..
         (weighed("seq-mask-tis", 1.5, 1.2), [0.5, 4.0, 0.0], [False, False, True]),
         (weighed(sequence_level_importance_ratios=True), [2.0, 2.0, 1.1], [False, False, False]),
         (weighed("tis", 1.5, sequence_level_importance_ratios=True), [1.5, 1.5, 1.1], [True, True, False]),
+        (weighed("tis", 1.5, sequence_level_importance_weights=True), [1.5, 1.5, 1.1], [True, True, False]),
         (weighed("icepop", 1.5, 0.5, sequence_level_importance_ratios=True), [0.0, 0.0, 1.1], [True, True, False]),
     ],
 )

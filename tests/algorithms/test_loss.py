@@ -56,6 +56,12 @@ CONFIGS = {
     "SAPO, other temperatures, tis": weighed(
         "tis", 2.0, use_sapo=True, token_level_loss=False, sapo_temperature_positive=3.0, sapo_temperature_negative=0.5
     ),
+    "DPPO": LossConfig(use_dppo=True, ratio_clip_min=0.02, ratio_clip_max=0.01),
+    "DPPO, drift, ratio to the engines": LossConfig(
+        use_dppo=True, drift_penalty=0.1, use_generation_logprobs=True, ratio_clip_min=0.01, ratio_clip_max=0.02
+    ),
+    "GRPO, drift, by sequence": LossConfig(drift_penalty=0.1, token_level_loss=False),
+    "Importance sampling of sequences, icepop": weighed("icepop", 1.5, 0.5, sequence_level_importance_weights=True),
     "KL k3, the estimate's gradient": LossConfig(reference_policy_kl_penalty=0.3, reference_policy_kl_gradient="estimate"),
     "RLOO, by token": LossConfig(disable_ppo_ratio=True),
     "RLOO, by sequence, KL": LossConfig(disable_ppo_ratio=True, token_level_loss=False, reference_policy_kl_penalty=0.1),

@@ -171,6 +171,7 @@ POLICIES = {
     "kl, entropy": {**KL, "entropy_coeff": 0.1, "ratio_clip_c": 3.0},
     "kl of another policy": {**KL, "use_on_policy_kl_approximation": True},
     "cispo": {"use_cispo": True},
+    "dppo": {"use_dppo": True, "drift_penalty": 0.1},
     "reinforce": {"disable_ppo_ratio": True},
     "gspo": {"sequence_level_importance_ratios": True, "token_level_loss": False},
     **{kind: {**IS, "truncated_importance_sampling_type": kind} for kind in ("tis", "icepop", "seq-mask-tis")},

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from launch import submit
+from launch.recipes.prime_rl import prime_rl_translation
 from launch.recipes.verl import verl_translation
 from launch.terminal import command_line
 from pipeline import config
@@ -53,8 +54,9 @@ ids = {"ids": lambda page: str(page.relative_to(ROOT))}
 
 
 def is_theirs(key: str) -> bool:
-    """Return whether NeMo-RL or verl has this key, or keys below it."""
-    return key in THEIRS or any(other.startswith(f"{key}.") for other in THEIRS) or verl_translation.knows(key)
+    """Return whether NeMo-RL, verl or prime-rl has this key, or keys below it."""
+    known = verl_translation.knows(key) or prime_rl_translation.knows(key)
+    return known or key in THEIRS or any(other.startswith(f"{key}.") for other in THEIRS)
 
 
 @pytest.mark.parametrize("package", PACKAGES, **ids)

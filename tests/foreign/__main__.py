@@ -23,9 +23,13 @@ from launch.plan import backend_choice
 from launch.plan.estimate import plan
 from launch.recipes import reading
 from pipeline.config import Problem, RecipeError
-from tests.foreign import verl_scripts
+from tests.foreign import prime_rl_files, trl_commands, verl_scripts
 
-PROJECTS: dict[str, Callable[[Path], list[verl_scripts.Published]]] = {"verl": verl_scripts.published}
+PROJECTS: dict[str, Callable[[Path], list[verl_scripts.Published]]] = {
+    "prime_rl": prime_rl_files.published,
+    "trl": trl_commands.published,
+    "verl": verl_scripts.published,
+}
 
 
 @dataclass(frozen=True)
