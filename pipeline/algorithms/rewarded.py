@@ -148,7 +148,6 @@ class RewardedAlgorithm(OnlineAlgorithm):
             message = "got true with loss_fn.reference_policy_kl_penalty=0; expected false, or a penalty above 0 to subtract"
             yield Problem("loss_fn.use_kl_in_reward", "has-no-effect", message)
 
-<<<<<<< HEAD
     def _check_surrogate(self) -> Iterator[Problem]:
         """Yield a problem for each key that contradicts the surrogate of CISPO, SAPO or DPPO."""
         loss = self.recipe.loss_fn
