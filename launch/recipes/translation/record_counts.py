@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.recipes.model_files import hf_home, hub_cache
-from pipeline.recipe import user_files
+from pipeline.data.arrow_records import count_rows
+from pipeline.data.file_formats import recognize
+from pipeline.data.text_records import TextRecords
 
 
 def is_here(name: str) -> bool:
@@ -62,7 +64,5 @@ def _of_prepared(name: str, subset: str | None, split: str) -> int | None:
 
 def _of_file(path: Path) -> int | None:
     if path.suffix == ".parquet":
-        import pyarrow.parquet  # takes 0.2 s
-
-        return pyarrow.parquet.read_metadata(path).num_rows
-    return user_files.count_lines(path) if path.suffix == ".jsonl" else None
+        return count_rows(path)
+    return len(TextRecords(path, recognize(path))) if path.suffix == ".jsonl" else None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launch.recipes.translation import record_counts
 from launch.recipes.translation.rules import Changed, Done, Ignored, Only, apply
 from launch.recipes.translation.translator import Translator
 
@@ -256,15 +257,8 @@ def data_sources(path: Path) -> set[str] | None:
 
 def count_records(files: Any) -> int | None:
     """Return the number of records in Parquet files; None if some cannot be read here."""
-    total = 0
-    for path in _files(files):
-        try:
-            import pyarrow.parquet  # takes 0.2 s
-
-            total += pyarrow.parquet.read_metadata(path).num_rows
-        except (ImportError, OSError, ValueError):  # which the check of the data reports
-            return None
-    return total
+    counts = [record_counts.count(path, None, "train") for path in _files(files)]
+    return None if None in counts else sum(filter(None, counts))
 
 
 # ---- shaping ---------------------------------------------------------------------------------------------------------------
