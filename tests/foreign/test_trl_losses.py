@@ -29,6 +29,7 @@ FLAGS = (
     "--beta 0.04",  # k3 times the ratio
     "--delta 1.5",
     "--loss_type cispo --epsilon_high 1.5",
+    "--loss_type sapo --sapo_temperature_neg 1.2",
     "--loss_type grpo --importance_sampling_level sequence --epsilon 0.05",
     "--use_vllm --vllm_importance_sampling_mode token_truncate --vllm_importance_sampling_clip_max 1.1",
     "--use_vllm --vllm_importance_sampling_mode token_mask --vllm_importance_sampling_clip_min 0.9",
@@ -69,7 +70,8 @@ def of_trl(packed: Packed, fields: dict[str, Any]) -> tuple[torch.Tensor, torch.
     trainer = MagicMock()
     trainer.configure_mock(**{name: fields[name] for name in ("beta", "loss_type", "importance_sampling_level", "use_vllm")})
     trainer.args = types.SimpleNamespace(
-        **{name: fields[name] for name in ("use_bias_correction_kl", "delta")}, steps_per_generation=1
+        **{name: fields[name] for name in ("use_bias_correction_kl", "delta", "sapo_temperature_pos", "sapo_temperature_neg")},
+        steps_per_generation=1,
     )
     trainer.epsilon_low = fields["epsilon"]
     trainer.epsilon_high = fields["epsilon"] if fields["epsilon_high"] is None else fields["epsilon_high"]

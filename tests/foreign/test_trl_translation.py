@@ -101,7 +101,7 @@ REFUSED = [
     (f"{GRPO} --per_device_train_batch_size many", "per_device_train_batch_size", "expected a whole number"),
     (f"{GRPO} --use_vllm perhaps", "use_vllm", "expected true or false"),
     (f"{GRPO} --epsilon_high high", "epsilon_high", "expected a number"),
-    (f"{GRPO} --loss_type sapo", "loss_type", "SAPO's soft gate"),
+    (f"{GRPO} --loss_type vespo", "loss_type", "VESPO's weights"),
     (f"{GRPO} --loss_type cispo", "epsilon", "expected at least 1"),
     (f"{GRPO} --scale_rewards batch", "scale_rewards", "deviation of the whole batch"),
     (f"{GRPO} --num_iterations 2", "num_iterations", "several passes"),

@@ -39,7 +39,6 @@ REFUSED = {  # script -> what it asks for that we do not have
         "a KL penalty in the reward with adv_estimator=remax",
     },
     "rloo_trainer/run_qwen3_8b_fsdp.sh": {"a KL penalty in the reward with adv_estimator=rloo"},
-    "sapo_trainer/run_qwen3_30b_a3b_fsdp.sh": {"SAPO's soft gate"},
 }
 READ = [name for name in SCRIPTS if name not in REFUSED]
 ACTOR, ROLLOUT = verl_defaults.ACTOR, verl_defaults.ROLLOUT
@@ -73,7 +72,7 @@ EQUAL: dict[str, Callable[[Mapping[str, Any]], Any]] = {  # our key -> its value
         else 0
     ),
     "loss_fn.token_level_loss": lambda c: (
-        c[f"{ACTOR}.loss_agg_mode"] == "token-mean" and c[f"{ACTOR}.policy_loss.loss_mode"] != "gspo"
+        c[f"{ACTOR}.loss_agg_mode"] == "token-mean" and c[f"{ACTOR}.policy_loss.loss_mode"] not in ("gspo", "sapo")
     ),
     "cluster.train.nodes": lambda c: c["trainer.nnodes"],
     "cluster.train.gpus_per_node": lambda c: c["trainer.n_gpus_per_node"],

@@ -398,7 +398,7 @@ def test_commands_that_start_a_trainer(tmp_path: Path) -> None:
     ("words", "key", "feature"),
     [
         (("algorithm.adv_estimator=remax",), "algorithm.adv_estimator", "ReMax"),
-        ((f"{ACTOR}.policy_loss.loss_mode=sapo",), f"{ACTOR}.policy_loss.loss_mode", "SAPO"),
+        ((f"{ACTOR}.policy_loss.loss_mode=gpg",), f"{ACTOR}.policy_loss.loss_mode", "GPG"),
         ((f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=abs"), f"{ACTOR}.kl_loss_type", "this estimator"),
         (("algorithm.use_kl_in_reward=True",), "algorithm.use_kl_in_reward", "a KL penalty in the reward"),
         ((f"{ROLLOUT}.multi_turn.enable=True",), f"{ROLLOUT}.multi_turn.enable", "agents with tools"),

@@ -18,7 +18,6 @@ PROMPT_TOKENS = 512
 """Tokens of the longest prompt where nothing says otherwise, TRL's default while it had one."""
 UNBOUNDED_RATIO = 1e9
 LOSSES = {
-    "sapo": "SAPO's soft gate",
     "vespo": "VESPO's weights of sequences",
     "luspo": "LUSPO's sum over tokens",
 }
@@ -33,7 +32,7 @@ RULES = (
     Done("epsilon_high delta loss_type scale_rewards importance_sampling_level multi_objective_aggregation entropy_coef"),
     Done("use_bias_correction_kl normalize_advantages reward_clip_range steps_per_generation generation_batch_size"),
     Done("vllm_importance_sampling_correction vllm_importance_sampling_mode num_generations"),
-    Done("vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min"),
+    Done("vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min sapo_temperature_pos sapo_temperature_neg"),
     Only("num_iterations", (1,), "several passes over a step's samples without a critic", "1"),
     Only("min_p", (None, 0, 0.0), "sampling with min_p", "null"),
     Only("repetition_penalty", (1.0, 1), "a repetition penalty in sampling", "1.0"),
@@ -85,11 +84,11 @@ def _loss(t: Translator, length: RunLength) -> None:
     low, high, delta = t.get("epsilon"), t.get("epsilon_high"), t.get("delta")
     high_key = "epsilon" if high is None else "epsilon_high"
     high = low if high is None else high
-    if kind in LOSSES or kind not in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo"):
-        t.lacks("loss_type", kind, LOSSES.get(str(kind), "this loss"), "one of: grpo, bnpo, dr_grpo, dapo, cispo")
+    if kind in LOSSES or kind not in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"):
+        t.lacks("loss_type", kind, LOSSES.get(str(kind), "this loss"), "one of: grpo, bnpo, dr_grpo, dapo, cispo, sapo")
     elif kind in AVERAGES:
         t.change(f"loss_type={kind}", AVERAGES[str(kind)])
-    elif kind != "grpo" and length.updates > 1:
+    elif kind not in ("grpo", "sapo") and length.updates > 1:
         t.change(f"loss_type={kind}", "the mean is over an update's tokens; TRL's over those of its generation batch")
     if kind == "cispo":
         if high < 1:
@@ -102,11 +101,16 @@ def _loss(t: Translator, length: RunLength) -> None:
         t.put("loss_fn.ratio_clip_min", low, "epsilon")
         t.put("loss_fn.ratio_clip_max", high, high_key)
         t.put("loss_fn.ratio_clip_c", delta, "delta")
+    if kind == "sapo":
+        t.put("loss_fn.use_sapo", True, "loss_type")
+        t.put("loss_fn.ratio_clip_c", None, "delta")
+        for side in ("positive", "negative"):
+            t.put(f"loss_fn.sapo_temperature_{side}", t.get(f"sapo_temperature_{side[:3]}"), f"sapo_temperature_{side[:3]}")
     if sequences:
         t.put("loss_fn.sequence_level_importance_ratios", True, "importance_sampling_level")
         if kind != "grpo":
             t.change(f"loss_type={kind}", "with ratios of sequences, the loss is a mean over sequences, as loss_type=grpo")
-    t.put("loss_fn.token_level_loss", kind != "grpo" and not sequences, "loss_type")
+    t.put("loss_fn.token_level_loss", kind not in ("grpo", "sapo") and not sequences, "loss_type")
     t.put("loss_fn.entropy_coeff", t.get("entropy_coef"), "entropy_coef")
 
 

@@ -122,6 +122,8 @@ GRPO: dict[str, Any] = _SAMPLING | {
     "multi_objective_aggregation": "sum_then_normalize",
     "scale_rewards": "group",
     "loss_type": "dapo",
+    "sapo_temperature_neg": 1.05,
+    "sapo_temperature_pos": 1.0,
     "top_entropy_quantile": 1.0,
     "entropy_coef": 0.0,
     "use_adaptive_entropy": False,
@@ -187,7 +189,7 @@ REWARD: dict[str, Any] = {
 TRAINERS: dict[str, dict[str, Any]] = {"grpo": GRPO, "rloo": RLOO, "sft": SFT, "dpo": DPO, "reward": REWARD}
 """TRL's name of a trainer -> its own fields."""
 WITHOUT_EFFECT: dict[str, str] = {  # trainer -> fields of its own that mean nothing here
-    "grpo": "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
+    "grpo": "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
     " entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target log_completions_hub_repo",
     "rloo": "",
     "sft": "dataset_num_proc eval_packing pad_token",

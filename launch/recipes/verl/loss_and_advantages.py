@@ -33,7 +33,6 @@ LACKING = {
 }
 KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 LOSSES = {
-    "sapo": "SAPO's soft gate",
     "gpg": "GPG's loss",
     "clip_cov": "Clip-Cov",
     "kl_cov": "KL-Cov",
@@ -60,7 +59,8 @@ RULES = (
     ),
     Only("algorithm.rollout_correction.rollout_is_batch_normalize", (False, None), "normalized importance weights", "false"),
     Ignored("algorithm.rollout_correction.*"),
-    Ignored(f"{ACTOR}.policy_loss.* {ACTOR}.tau_pos {ACTOR}.tau_neg {ACTOR}.calculate_sum_pi_squared"),
+    Done(f"{ACTOR}.tau_pos {ACTOR}.tau_neg"),
+    Ignored(f"{ACTOR}.policy_loss.* {ACTOR}.calculate_sum_pi_squared"),
     Ignored(f"{ACTOR}.clip_ratio {ACTOR}.loss_scale_factor"),
 )
 
@@ -127,10 +127,16 @@ def _loss(t: Translator) -> None:
         per_token = False  # whatever loss_agg_mode says
     elif mode == "cispo":
         t.put("loss_fn.use_cispo", True, f"{ACTOR}.policy_loss.loss_mode")
+    elif mode == "sapo":
+        t.put("loss_fn.use_sapo", True, f"{ACTOR}.policy_loss.loss_mode")
+        for side, default in (("positive", 1.0), ("negative", 1.05)):
+            key = f"{ACTOR}.tau_{side[:3]}"
+            t.put(f"loss_fn.sapo_temperature_{side}", t.get(key, default), key)
+        per_token = False  # whatever loss_agg_mode says
     elif mode != "vanilla":
         feature = LOSSES.get(str(mode), "this loss")
-        t.lacks(f"{ACTOR}.policy_loss.loss_mode", mode, feature, "one of: vanilla, gspo, cispo")
-    if aggregation in SEQUENCE_SUMS and mode != "gspo":
+        t.lacks(f"{ACTOR}.policy_loss.loss_mode", mode, feature, "one of: vanilla, gspo, cispo, sapo")
+    if aggregation in SEQUENCE_SUMS and mode not in ("gspo", "sapo"):
         text = (
             "the loss of an update is divided by its number of counted tokens, so that its gradient has the same direction and"
             " another size, which matters where max_grad_norm clips it"
