@@ -29,7 +29,7 @@ FLAGS = (
     "--beta 0.04",  # k3 times the ratio
     "--delta 1.5",
     "--loss_type cispo --epsilon_high 1.5",
-    "--loss_type sapo --sapo_temperature_neg 1.2",
+    "--loss_type sapo --sapo_temperature_neg 1.25",
     "--loss_type grpo --importance_sampling_level sequence --epsilon 0.05",
     "--use_vllm --vllm_importance_sampling_mode token_truncate --vllm_importance_sampling_clip_max 1.1",
     "--use_vllm --vllm_importance_sampling_mode token_mask --vllm_importance_sampling_clip_min 0.9",
