@@ -21,7 +21,7 @@ from statistics import median
 
 from tests.real_model import smollm2
 
-PROMPTS, ANSWERS, TOKENS, LR = 4, 4, 48, 1e-5
+PROMPTS, ANSWERS, TOKENS, LR = 2, 8, 48, 1e-5  # 8 answers are the default of TRL
 FEW, MANY = 2, 8  # steps
 THREADS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
