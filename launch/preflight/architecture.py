@@ -34,6 +34,7 @@ from pipeline.config import (
 from pipeline.models import frozen_names
 from pipeline.models.backend_support import check_attention, check_fsdp, check_megatron_attention
 from pipeline.models.mixers import has_states
+from pipeline.models.mxfp4 import is_mxfp4
 from pipeline.models.shape import ModelShape
 from pipeline.models.tensors import can_describe
 from pipeline.train.adapters import modules
@@ -53,8 +54,8 @@ SCALED_ROPE_TYPES = (
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """The values that most families support with Megatron-Core. Where transformers describes models, pipeline/models checks."""
 BIASED = ("gpt_oss", "glm4", "glm4_moe")  # families with biases of attention
-DEQUANTIZED = {  # published models in 8 or 4 bits -> the same in bfloat16
-    **{name: f"unsloth/{name}-BF16" for name in ("gpt-oss-20b", "gpt-oss-120b", "Kimi-K2-Instruct")},
+DEQUANTIZED = {  # published models in 8 bits -> the same in bfloat16
+    "Kimi-K2-Instruct": "unsloth/Kimi-K2-Instruct-BF16",
     "DeepSeek-V3": "unsloth/DeepSeek-V3-bf16",
 }
 BALANCED = ("deepseek_v3", "glm4_moe", "nemotron_h")  # families with a bias that balances the load of experts
@@ -188,8 +189,7 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
     yield from _check_deterministic(recipe, policy, model)
     if served := section == "policy" and refits_adapters(recipe):
         yield from family_not_served(model.get("model_type"))
-    if config.trains(recipe):  # engines of an evaluation read quantized weights
-        yield from _check_quantization(key, policy.model_name, model)
+    yield from _check_quantization(key, policy.model_name, model)
     yield from _check_attention(section, policy, model)
     samples = section == "policy" and generates(recipe) and not config.only_scores(recipe)
     if samples and policy.generation.backend == "vllm":
@@ -336,10 +336,10 @@ def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _check_quantization(key: str, name: str, model: dict[str, Any]) -> Iterator[Problem]:
-    """Refuse a checkpoint in 8 or 4 bits, and name the same checkpoint in bfloat16 if it is known."""
-    if quantization := model.get("quantization_config"):
+    """Refuse a checkpoint in 8 or 4 bits, except MXFP4, and name the same checkpoint in bfloat16 if it is known."""
+    if (quantization := model.get("quantization_config")) and not is_mxfp4(quantization):
         dequantized = DEQUANTIZED.get(name.rpartition("/")[2])
-        message = f"got a quantized checkpoint ({quantization.get('quant_method')}), which no training backend reads; expected"
+        message = f"got a quantized checkpoint ({quantization.get('quant_method')}), which no backend reads; expected MXFP4,"
         hint = f"{key}={dequantized}" if dequantized else "a copy in bfloat16"
         yield Problem(key, "unsupported", f"{message} bfloat16 or float32. Try {hint}")
 
