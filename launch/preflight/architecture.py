@@ -262,20 +262,17 @@ def _check_attention(section: str, policy: PolicyConfig, model: dict[str, Any]) 
         key, size = "policy.dtensor_cfg.tensor_parallel_size", policy.dtensor_cfg.tensor_parallel_size
         if uses_megatron(policy):
             key, size = f"{MEGATRON}.tensor_model_parallel_size", policy.megatron_cfg.tensor_model_parallel_size
-        yield from _check_heads(key, size, owner, heads, model.get("num_key_value_heads") or heads, False)
+        yield from _check_heads(key, size, owner, heads, model.get("num_key_value_heads") or heads)
     if (limit := _longest(model)) and policy.max_total_sequence_length > limit:
         message = f"got {policy.max_total_sequence_length}; expected at most {limit}, {owner} max_position_embeddings"
         yield Problem("policy.max_total_sequence_length", "too-large", message)
 
 
-def _check_heads(key: str, size: int, owner: str, heads: int, kv_heads: int, replicates: bool) -> Iterator[Problem]:
-    """Check that `size` divides the attention heads and the key-value heads.
-
-    replicates: whether several ranks may hold the same key-value head, as in vLLM; the train backends do not support that.
-    """
+def _check_heads(key: str, size: int, owner: str, heads: int, kv_heads: int) -> Iterator[Problem]:
+    """Check that `size` ranks divide the attention heads, and divide or share the key-value heads."""
 
     def fits(k: int) -> bool:
-        return heads % k == 0 and (kv_heads % k == 0 or (replicates and k % kv_heads == 0))
+        return heads % k == 0 and (kv_heads % k == 0 or k % kv_heads == 0)
 
     if not fits(size):
         valid_sizes = ", ".join(str(k) for k in range(1, heads + 1) if fits(k))
@@ -321,7 +318,7 @@ def _check_sampled_length(recipe: Recipe, model: dict[str, Any]) -> Iterator[Pro
 def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> Iterator[Problem]:
     key, heads = "policy.generation.vllm_cfg", model["num_attention_heads"]
     kv_heads = model.get("num_key_value_heads") or heads
-    yield from _check_heads(f"{key}.tensor_parallel_size", vllm.tensor_parallel_size, "the model's", heads, kv_heads, True)
+    yield from _check_heads(f"{key}.tensor_parallel_size", vllm.tensor_parallel_size, "the model's", heads, kv_heads)
     experts: int = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0
     size = vllm.expert_parallel_size
     if size > 1 and not experts:

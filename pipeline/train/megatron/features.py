@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -59,6 +60,22 @@ class FeaturedLayer(TransformerLayer):
         return super()._forward_attention(hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **named)
 
 
+class GatedAttention(SelfAttention):
+    """Attention with gates of its output. Where ranks share key-value heads, it has the gates of its own heads alone.
+
+    Megatron-Core 0.16.1 then returns the gates of all heads of the group.
+    """
+
+    @override
+    def get_query_key_value_tensors(self, *arguments, **named):
+        tensors: Any = super().get_query_key_value_tensors(*arguments, **named)
+        sharing = self.world_size // (self.config.num_query_groups or self.world_size)  # ranks that share a head
+        if sharing < 2:
+            return tensors
+        query, key, value, gate = tensors
+        return query, key, value, gate.chunk(sharing, 2)[self.tp_group.rank() % sharing]
+
+
 def _add_normed(add: Callable, norm: torch.nn.Module, training: bool, fused: bool) -> Callable:
     """Return a function that normalizes an output and then adds it to the residual by Megatron-Core's function `add`."""
 
@@ -84,6 +101,8 @@ def with_features(
         if ours:
             attention = partial(PackedAttention, softcap=features.score_softcap)
             layer.submodules.self_attention.submodules.core_attention = attention
+        if config.attention_output_gate and layer.submodules.self_attention.module is SelfAttention:
+            layer.submodules.self_attention.module = GatedAttention
         if features.alternating_experts:
             layer.submodules.mlp.submodules.experts = AlternatingExperts
         if features.sandwich_norms or features.layer_rotary is not None:

@@ -385,7 +385,7 @@ TP, PP, EP, ETP = (
         (model("deepseek_v3", rope_scaling={"type": "linear", "factor": 2.0}), [], MODEL, "unsupported"),
         (model("gpt_oss", attention_bias=False), [], MODEL, "unsupported"),
         (model("gemma3_text", attn_logit_softcapping=50.0), [], MODEL, "unsupported"),
-        (model("llama"), sizes(tp=8), TP, "not-divisible"),
+        (model("llama", num_key_value_heads=3, num_attention_heads=6, hidden_size=96), sizes(tp=2), TP, "not-divisible"),
         (model("llama", intermediate_size=98), sizes(tp=4), TP, "not-divisible"),
         (model("deepseek_v3", moe_intermediate_size=33), [*sizes(tp=4, ep=2), SP], TP, "not-divisible"),
         (model("llama"), sizes(pp=4), PP, "not-divisible"),
@@ -477,15 +477,23 @@ def test_layers_of_the_first_stage_are_no_problem_of_the_model_without_stages(lo
 
 
 def test_the_only_size_that_divides_is_named(load):
-    recipe, _ = backend_choice.choose(load(model("llama", num_key_value_heads=1), f"{KEY}.enabled=true", *sizes(tp=2)))
-    with pytest.raises(RecipeError, match="expected 1, which fits the model's 8 attention heads and 1 key-value"):
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    recipe, _ = backend_choice.choose(load(model("llama", **heads), f"{KEY}.enabled=true", *sizes(tp=2)))
+    with pytest.raises(RecipeError, match="expected 1, which fits the model's 1 attention heads and 1 key-value"):
         check(recipe)
 
 
 def test_sizes_that_would_divide_are_named(load):
-    recipe, _ = backend_choice.choose(load(model("llama"), f"{KEY}.enabled=true", *sizes(tp=8)))
-    with pytest.raises(RecipeError, match="expected one of 1, 2, 4, which fit the model's 8 attention heads and 4 key-value"):
+    heads = {"num_attention_heads": 24, "num_key_value_heads": 3}
+    recipe, _ = backend_choice.choose(load(model("llama", hidden_size=96, **heads), f"{KEY}.enabled=true", *sizes(tp=8)))
+    expected = "got 8; expected one of 1, 3, 6, 12, 24, which fit the model's 24 attention heads and 3 key-value heads"
+    with pytest.raises(RecipeError, match=expected):
         check(recipe)
+
+
+@pytest.mark.parametrize("keys", [(f"{KEY}.enabled=true", *sizes(tp=8)), ("policy.dtensor_cfg.tensor_parallel_size=8",)])
+def test_more_ranks_than_key_value_heads_are_accepted(load, keys):
+    check(backend_choice.choose(load(model("llama"), *keys))[0])
 
 
 @pytest.mark.parametrize(
