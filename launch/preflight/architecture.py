@@ -31,7 +31,7 @@ from pipeline.config import (
     problems_of,
     uses_megatron,
 )
-from pipeline.models import frozen_names
+from pipeline.models import frozen_names, rope
 from pipeline.models.backend_support import check_attention, check_fsdp, check_megatron_attention
 from pipeline.models.mixers import has_states
 from pipeline.models.mxfp4 import is_mxfp4
@@ -190,7 +190,7 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
     if served := section == "policy" and refits_adapters(recipe):
         yield from family_not_served(model.get("model_type"))
     yield from _check_quantization(key, policy.model_name, model)
-    yield from _check_attention(section, policy, model)
+    yield from _check_attention(recipe, section, policy, model)
     samples = section == "policy" and generates(recipe) and not config.only_scores(recipe)
     if samples and policy.generation.backend == "vllm":
         yield from _check_generator(key, policy.model_name, model)
@@ -256,16 +256,41 @@ def _indivisible(key: str, size: int, total: int, quantity: str, hint: str = "")
 # ---- attention and lengths ----------------------------------------------------------------------------------------------
 
 
-def _check_attention(section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
-    owner = "the model's" if section == "policy" else f"{section}.model_name's"
+def _check_attention(recipe: Recipe, section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
+    owner = _owner(section)
     if heads := model.get("num_attention_heads"):
         key, size = "policy.dtensor_cfg.tensor_parallel_size", policy.dtensor_cfg.tensor_parallel_size
         if uses_megatron(policy):
             key, size = f"{MEGATRON}.tensor_model_parallel_size", policy.megatron_cfg.tensor_model_parallel_size
         yield from _check_heads(key, size, owner, heads, model.get("num_key_value_heads") or heads)
-    if (limit := _longest(model)) and policy.max_total_sequence_length > limit:
+    limit = _longest(model)
+    if limit and policy.max_total_sequence_length > limit and not _extrapolates(recipe, model):
         message = f"got {policy.max_total_sequence_length}; expected at most {limit}, {owner} max_position_embeddings"
         yield Problem("policy.max_total_sequence_length", "too-large", message)
+
+
+def _owner(section: str) -> str:
+    return "the model's" if section == "policy" else f"{section}.model_name's"
+
+
+def _extrapolates(recipe: Recipe, model: Mapping[str, Any]) -> bool:
+    """Return whether a model computes positions beyond its max_position_embeddings, which engines refuse.
+
+    Models do with RoPE or without positions; those of other models are rows of a table.
+    """
+    computed = model.get("model_type") in models.FAMILIES or any(model.get(name) for name in rope.SPELLINGS)
+    return computed and not generates(recipe)
+
+
+def notes(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[str]:
+    """Yield a note for each model that may get longer sequences than it was trained on."""
+    for section, policy in config.models(recipe).items():
+        with collected([]):  # `problems` reports errors
+            model = planning_config(policy, pending, f"{section}.model_name") or {}
+            limit, length = _longest(model), policy.max_total_sequence_length
+            if 0 < limit < length and _extrapolates(recipe, model):
+                what = f"{length} tokens are more than {_owner(section)} max_position_embeddings, {limit}"
+                yield f"policy.max_total_sequence_length: {what}. It computes the positions beyond, without having learned them"
 
 
 def _check_heads(key: str, size: int, owner: str, heads: int, kv_heads: int) -> Iterator[Problem]:

@@ -476,6 +476,18 @@ def test_layers_of_the_first_stage_are_no_problem_of_the_model_without_stages(lo
     check(replace(recipe, policy=replace(recipe.policy, megatron_cfg=megatron)))
 
 
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_sequences_beyond_the_learned_positions(load, family):
+    """Models compute them with RoPE, but not with a table of positions, and engines refuse them."""
+    described = {**model("llama"), "model_type": family, "max_position_embeddings": 16}
+    sampled = load(described, "policy.max_total_sequence_length=64")
+    trained = replace(sampled, algorithm="sft")
+    for recipe, is_refused in ((sampled, True), (trained, family == "opt")):
+        problems = named(architecture.against_layout(recipe))
+        assert (("policy.max_total_sequence_length", "too-large") in problems) == is_refused
+        assert len([*architecture.notes(recipe)]) == (not is_refused)
+
+
 def test_the_only_size_that_divides_is_named(load):
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
     recipe, _ = backend_choice.choose(load(model("llama", **heads), f"{KEY}.enabled=true", *sizes(tp=2)))
