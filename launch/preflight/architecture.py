@@ -91,9 +91,10 @@ def _served_problems(key: str, policy: PolicyConfig, pending: Sequence[os.PathLi
         with collected(model_problems):
             model_folder(key, policy.model_name)
             model = planning_config(policy, pending, key)
+            if model:
+                model_problems += _check_quantization(key, policy.model_name, model)
             if model and key == "evaluate.reward_model.model_name":
                 model_problems += _check_classifier(key, policy.model_name, model)
-                model_problems += _check_quantization(key, policy.model_name, model)
             if model and key == "evaluate.judge.model_name":
                 model_problems += _check_served_precision(policy, model)
     yield from model_problems
@@ -171,6 +172,8 @@ def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool)
     """Yield a problem for attention or parallelism that the train backend does not support with this model."""
     if not uses_megatron(policy):
         yield from problems_of(lambda: check_fsdp(model, policy.dtensor_cfg))
+        if described:
+            yield from problems_of(lambda: _check_shared_heads(policy, model))
     if model.get("model_type") in models.FAMILIES:
         kind, parameters = _rope(model)
         attention = {"layer_types": model.get("layer_types"), "rope_parameters": {**parameters, "rope_type": kind}}
@@ -180,6 +183,17 @@ def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool)
 
         length = policy.max_total_sequence_length
         yield from problems_of(lambda: check_megatron_attention(hugging_face.config_of(model), length))
+
+
+def _check_shared_heads(policy: PolicyConfig, model: dict[str, Any]) -> None:
+    """Raise RecipeError if ranks would share key-value heads, and the model's plan does not cut its keys and values."""
+    size, heads = policy.dtensor_cfg.tensor_parallel_size, model.get("num_key_value_heads")
+    if heads and heads % size:
+        from pipeline.models import hugging_face  # imports torch and transformers, which submission may lack
+        from pipeline.train import tensor_parallel
+
+        hf = hugging_face.meta_model(hugging_face.config_of(model))
+        tensor_parallel.shared_heads(hf, tensor_parallel.expand(hf), size, policy.dtensor_cfg.sequence_parallel)
 
 
 def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:

@@ -77,7 +77,7 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
     because each rank applies them only to its own heads or tokens. Raises RecipeError for a model that cannot be cut.
     """
     planned = expand(hf)
-    shared_heads = _shared_heads(hf, planned, mesh.size(), sequence)
+    shared = shared_heads(hf, planned, mesh.size(), sequence)
     styles: dict[str, ParallelStyle] = {}
     partial, adapted, gathered = [], {}, []
     parts = _parts(mixers(hf)) if sequence else set()
@@ -107,7 +107,7 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
     parallelize_module(hf, mesh, styles)
     for name, module in adapted.items():
         partial += [f"{name}.{parameter}" for parameter in module.cut(styles[f"{name}.base_layer"], mesh)]
-    for name in shared_heads:
+    for name in shared:
         hf.get_submodule(name).register_forward_hook(_one_head(hf.config.num_key_value_heads, mesh.get_group()))
     if head is not None and tied:
         head.weight = embedding.weight
@@ -236,7 +236,7 @@ def _style(name: str, style: str, module: nn.Module, size: int, sequence: bool) 
 # ---- heads ------------------------------------------------------------------------------------------------------------------
 
 
-def _shared_heads(hf: PreTrainedModel, planned: Mapping[str, str], size: int, sequence: bool) -> list[str]:
+def shared_heads(hf: PreTrainedModel, planned: Mapping[str, str], size: int, sequence: bool) -> list[str]:
     """Return the names of the layers of keys and values of which each rank needs one whole head, since ranks share heads.
 
     planned: of `expand`. sequence: with sequence parallelism, which leaves mixers whole. Raises RecipeError if the ranks can

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from launch.preflight import model_weights
 from pipeline.boxes import Box, whole
 from pipeline.config import TokenizerConfig
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
+from pipeline.models.mxfp4 import unpacked
+from pipeline.models.shape import ModelShape
 from pipeline.models.weight_files import read_weight_files
 from pipeline.train.hf_export import export_checkpoint
 from pipeline.train.initial_weights import initial_weights
@@ -107,6 +110,7 @@ def test_an_engine_is_built_for_the_dequantized_weights(published, dequantized):
 def test_submission_reads_the_tensors_of_the_blocks(published, tmp_path):
     model, stored = json.loads((published / "config.json").read_text()), read_weight_files(published).tensors
     assert model_weights.tensor_problems("k", published, model, stored, "logprobs") == []
+    assert sum(math.prod(entry.shape) for entry in unpacked(stored).values()) == ModelShape.of(model).parameters
     scales = "model.layers.0.mlp.experts.down_proj_scales"
     without = {name: entry for name, entry in stored.items() if name != scales}
     assert named(model_weights.tensor_problems("k", published, model, without, "logprobs")) == {("k", "unavailable-model")}

@@ -60,20 +60,21 @@ class FeaturedLayer(TransformerLayer):
         return super()._forward_attention(hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **named)
 
 
-class GatedAttention(SelfAttention):
-    """Attention with gates of its output. Where ranks share key-value heads, it has the gates of its own heads alone.
+class SharedHeadsAttention(SelfAttention):
+    """Attention of a rank that shares its key-value head with other ranks.
 
-    Megatron-Core 0.16.1 then returns the gates of all heads of the group.
+    Megatron-Core 0.16.1 gathers the projections of all heads, and returns views that would keep them in memory until the
+    backward pass, with the gates of all heads of the group.
     """
 
     @override
     def get_query_key_value_tensors(self, *arguments, **named):
         tensors: Any = super().get_query_key_value_tensors(*arguments, **named)
-        sharing = self.world_size // (self.config.num_query_groups or self.world_size)  # ranks that share a head
-        if sharing < 2:
-            return tensors
-        query, key, value, gate = tensors
-        return query, key, value, gate.chunk(sharing, 2)[self.tp_group.rank() % sharing]
+        *of_rank, last = tensors
+        if self.config.attention_output_gate:
+            ranks = self.world_size // (self.config.num_query_groups or 1)  # that share a head
+            last = last.chunk(ranks, 2)[self.tp_group.rank() % ranks]
+        return tuple(tensor.contiguous() for tensor in (*of_rank, last))
 
 
 def _add_normed(add: Callable, norm: torch.nn.Module, training: bool, fused: bool) -> Callable:
@@ -96,13 +97,14 @@ def with_features(
     them for packed sequences and context parallelism.
     """
     layers: dict[int, Any] = {id(spec): spec for spec in block.layer_specs or ()}  # submodules are annotated as object
+    shares_heads = (config.num_query_groups or config.num_attention_heads) < config.tensor_model_parallel_size
     ours = config.window_size or config.softmax_type != "vanilla" or features.score_softcap is not None
     for layer in layers.values():
         if ours:
             attention = partial(PackedAttention, softcap=features.score_softcap)
             layer.submodules.self_attention.submodules.core_attention = attention
-        if config.attention_output_gate and layer.submodules.self_attention.module is SelfAttention:
-            layer.submodules.self_attention.module = GatedAttention
+        if shares_heads and getattr(layer.submodules.self_attention, "module", None) is SelfAttention:
+            layer.submodules.self_attention.module = SharedHeadsAttention
         if features.alternating_experts:
             layer.submodules.mlp.submodules.experts = AlternatingExperts
         if features.sandwich_norms or features.layer_rotary is not None:

@@ -508,6 +508,12 @@ def test_more_ranks_than_key_value_heads_are_accepted(load, keys):
     check(backend_choice.choose(load(model("llama"), *keys))[0])
 
 
+def test_joint_projections_do_not_share_heads(load):
+    phi3 = {**model("llama"), "model_type": "phi3", "pad_token_id": 0}
+    recipe = load(phi3, "policy.dtensor_cfg.tensor_parallel_size=8", *gpus(1))
+    assert ("policy.dtensor_cfg.tensor_parallel_size", "not-divisible") in named(architecture.against_layout(recipe))
+
+
 @pytest.mark.parametrize(
     ("described", "overrides"),
     [
