@@ -154,7 +154,7 @@ class LayerActivations:
     def _widths(self) -> tuple[float, float, float, float]:
         """Return the widths of queries, keys, values and the output of attention."""
         shape, tensor = self.shape, self.at.tensor
-        kv_heads = shape.heads if shape.latent else shape.kv_heads
+        kv_heads = shape.heads if shape.latent else max(shape.kv_heads, tensor)  # a rank computes with one whole head at least
         sizes = (shape.heads * shape.head_dim, kv_heads * shape.head_dim)
         query, key, value, output = (
             size / tensor for size in (*sizes, kv_heads * shape.value_dim, shape.heads * shape.value_dim)

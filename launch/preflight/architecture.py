@@ -31,9 +31,10 @@ from pipeline.config import (
     problems_of,
     uses_megatron,
 )
-from pipeline.models import frozen_names
+from pipeline.models import frozen_names, rope
 from pipeline.models.backend_support import check_attention, check_fsdp, check_megatron_attention
 from pipeline.models.mixers import has_states
+from pipeline.models.mxfp4 import is_mxfp4
 from pipeline.models.shape import ModelShape
 from pipeline.models.tensors import can_describe
 from pipeline.train.adapters import modules
@@ -53,8 +54,8 @@ SCALED_ROPE_TYPES = (
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """The values that most families support with Megatron-Core. Where transformers describes models, pipeline/models checks."""
 BIASED = ("gpt_oss", "glm4", "glm4_moe")  # families with biases of attention
-DEQUANTIZED = {  # published models in 8 or 4 bits -> the same in bfloat16
-    **{name: f"unsloth/{name}-BF16" for name in ("gpt-oss-20b", "gpt-oss-120b", "Kimi-K2-Instruct")},
+DEQUANTIZED = {  # published models in 8 bits -> the same in bfloat16
+    "Kimi-K2-Instruct": "unsloth/Kimi-K2-Instruct-BF16",
     "DeepSeek-V3": "unsloth/DeepSeek-V3-bf16",
 }
 BALANCED = ("deepseek_v3", "glm4_moe", "nemotron_h")  # families with a bias that balances the load of experts
@@ -90,9 +91,10 @@ def _served_problems(key: str, policy: PolicyConfig, pending: Sequence[os.PathLi
         with collected(model_problems):
             model_folder(key, policy.model_name)
             model = planning_config(policy, pending, key)
+            if model:
+                model_problems += _check_quantization(key, policy.model_name, model)
             if model and key == "evaluate.reward_model.model_name":
                 model_problems += _check_classifier(key, policy.model_name, model)
-                model_problems += _check_quantization(key, policy.model_name, model)
             if model and key == "evaluate.judge.model_name":
                 model_problems += _check_served_precision(policy, model)
     yield from model_problems
@@ -170,6 +172,8 @@ def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool)
     """Yield a problem for attention or parallelism that the train backend does not support with this model."""
     if not uses_megatron(policy):
         yield from problems_of(lambda: check_fsdp(model, policy.dtensor_cfg))
+        if described:
+            yield from problems_of(lambda: _check_shared_heads(policy, model))
     if model.get("model_type") in models.FAMILIES:
         kind, parameters = _rope(model)
         attention = {"layer_types": model.get("layer_types"), "rope_parameters": {**parameters, "rope_type": kind}}
@@ -181,6 +185,17 @@ def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool)
         yield from problems_of(lambda: check_megatron_attention(hugging_face.config_of(model), length))
 
 
+def _check_shared_heads(policy: PolicyConfig, model: dict[str, Any]) -> None:
+    """Raise RecipeError if ranks would share key-value heads, and the model's plan does not cut its keys and values."""
+    size, heads = policy.dtensor_cfg.tensor_parallel_size, model.get("num_key_value_heads")
+    if heads and heads % size:
+        from pipeline.models import hugging_face  # imports torch and transformers, which submission may lack
+        from pipeline.train import tensor_parallel
+
+        hf = hugging_face.meta_model(hugging_face.config_of(model))
+        tensor_parallel.shared_heads(hf, tensor_parallel.expand(hf), size, policy.dtensor_cfg.sequence_parallel)
+
+
 def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
     key = f"{section}.model_name"
     if section == f"env.{config.reward_environment(recipe)}":
@@ -188,9 +203,8 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
     yield from _check_deterministic(recipe, policy, model)
     if served := section == "policy" and refits_adapters(recipe):
         yield from family_not_served(model.get("model_type"))
-    if config.trains(recipe):  # engines of an evaluation read quantized weights
-        yield from _check_quantization(key, policy.model_name, model)
-    yield from _check_attention(section, policy, model)
+    yield from _check_quantization(key, policy.model_name, model)
+    yield from _check_attention(recipe, section, policy, model)
     samples = section == "policy" and generates(recipe) and not config.only_scores(recipe)
     if samples and policy.generation.backend == "vllm":
         yield from _check_generator(key, policy.model_name, model)
@@ -256,26 +270,48 @@ def _indivisible(key: str, size: int, total: int, quantity: str, hint: str = "")
 # ---- attention and lengths ----------------------------------------------------------------------------------------------
 
 
-def _check_attention(section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
-    owner = "the model's" if section == "policy" else f"{section}.model_name's"
+def _check_attention(recipe: Recipe, section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
+    owner = _owner(section)
     if heads := model.get("num_attention_heads"):
         key, size = "policy.dtensor_cfg.tensor_parallel_size", policy.dtensor_cfg.tensor_parallel_size
         if uses_megatron(policy):
             key, size = f"{MEGATRON}.tensor_model_parallel_size", policy.megatron_cfg.tensor_model_parallel_size
-        yield from _check_heads(key, size, owner, heads, model.get("num_key_value_heads") or heads, False)
-    if (limit := _longest(model)) and policy.max_total_sequence_length > limit:
+        yield from _check_heads(key, size, owner, heads, model.get("num_key_value_heads") or heads)
+    limit = _longest(model)
+    if limit and policy.max_total_sequence_length > limit and not _extrapolates(recipe, model):
         message = f"got {policy.max_total_sequence_length}; expected at most {limit}, {owner} max_position_embeddings"
         yield Problem("policy.max_total_sequence_length", "too-large", message)
 
 
-def _check_heads(key: str, size: int, owner: str, heads: int, kv_heads: int, replicates: bool) -> Iterator[Problem]:
-    """Check that `size` divides the attention heads and the key-value heads.
+def _owner(section: str) -> str:
+    return "the model's" if section == "policy" else f"{section}.model_name's"
 
-    replicates: whether several ranks may hold the same key-value head, as in vLLM; the train backends do not support that.
+
+def _extrapolates(recipe: Recipe, model: Mapping[str, Any]) -> bool:
+    """Return whether a model computes positions beyond its max_position_embeddings, which engines refuse.
+
+    Models do with RoPE or without positions; those of other models are rows of a table.
     """
+    computed = model.get("model_type") in models.FAMILIES or any(model.get(name) for name in rope.SPELLINGS)
+    return computed and not generates(recipe)
+
+
+def notes(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[str]:
+    """Yield a note for each model that may get longer sequences than it was trained on."""
+    for section, policy in config.models(recipe).items():
+        with collected([]):  # `problems` reports errors
+            model = planning_config(policy, pending, f"{section}.model_name") or {}
+            limit, length = _longest(model), policy.max_total_sequence_length
+            if 0 < limit < length and _extrapolates(recipe, model):
+                what = f"{length} tokens are more than {_owner(section)} max_position_embeddings, {limit}"
+                yield f"policy.max_total_sequence_length: {what}. It computes the positions beyond, without having learned them"
+
+
+def _check_heads(key: str, size: int, owner: str, heads: int, kv_heads: int) -> Iterator[Problem]:
+    """Check that `size` ranks divide the attention heads, and divide or share the key-value heads."""
 
     def fits(k: int) -> bool:
-        return heads % k == 0 and (kv_heads % k == 0 or (replicates and k % kv_heads == 0))
+        return heads % k == 0 and (kv_heads % k == 0 or k % kv_heads == 0)
 
     if not fits(size):
         valid_sizes = ", ".join(str(k) for k in range(1, heads + 1) if fits(k))
@@ -321,7 +357,7 @@ def _check_sampled_length(recipe: Recipe, model: dict[str, Any]) -> Iterator[Pro
 def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> Iterator[Problem]:
     key, heads = "policy.generation.vllm_cfg", model["num_attention_heads"]
     kv_heads = model.get("num_key_value_heads") or heads
-    yield from _check_heads(f"{key}.tensor_parallel_size", vllm.tensor_parallel_size, "the model's", heads, kv_heads, True)
+    yield from _check_heads(f"{key}.tensor_parallel_size", vllm.tensor_parallel_size, "the model's", heads, kv_heads)
     experts: int = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0
     size = vllm.expert_parallel_size
     if size > 1 and not experts:
@@ -336,10 +372,10 @@ def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _check_quantization(key: str, name: str, model: dict[str, Any]) -> Iterator[Problem]:
-    """Refuse a checkpoint in 8 or 4 bits, and name the same checkpoint in bfloat16 if it is known."""
-    if quantization := model.get("quantization_config"):
+    """Refuse a checkpoint in 8 or 4 bits, except MXFP4, and name the same checkpoint in bfloat16 if it is known."""
+    if (quantization := model.get("quantization_config")) and not is_mxfp4(quantization):
         dequantized = DEQUANTIZED.get(name.rpartition("/")[2])
-        message = f"got a quantized checkpoint ({quantization.get('quant_method')}), which no training backend reads; expected"
+        message = f"got a quantized checkpoint ({quantization.get('quant_method')}), which no backend reads; expected MXFP4,"
         hint = f"{key}={dequantized}" if dequantized else "a copy in bfloat16"
         yield Problem(key, "unsupported", f"{message} bfloat16 or float32. Try {hint}")
 

@@ -38,6 +38,7 @@ from pipeline.config import (
 )
 from pipeline.config.cluster import AUDIT_AUTO, AUDIT_NONE
 from pipeline.files.stored_files import SECTION, obtain_key
+from pipeline.models.mxfp4 import unpacked
 from pipeline.models.tensors import Tensor, described, tensors
 from pipeline.models.weight_files import read_weight_files
 from pipeline.seams import extras
@@ -236,7 +237,7 @@ def _tensors(key: str, policy: PolicyConfig, pending: Sequence[os.PathLike], des
         if not (policy.random_init or is_inside(policy.model_name, pending)) and is_local(policy.model_name):
             weight_files = read_weight_files(model_folder(key, policy.model_name))
             if weight_files.tensors and not weight_files.faults:
-                return [described(name, stored.shape) for name, stored in weight_files.tensors.items()]
+                return [described(name, stored.shape) for name, stored in unpacked(weight_files.tensors).items()]
         model = planning_config(policy, pending, key) if describes else None
         return tensors(model) if model else []
     return []

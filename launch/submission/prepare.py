@@ -251,7 +251,7 @@ def site_problems_of(
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
     yield from evaluation_data.problems(recipe)
     yield from file_systems.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
-    notes += libraries.notes(recipe)
+    notes += [*architecture.notes(recipe, pending), *libraries.notes(recipe)]
     notes += placement.notes(recipe)
     notes += cuda_variables.notes(recipe) if config.trains(recipe) else ()
     if unreachable:

@@ -2,7 +2,8 @@
 
 The experts' gate and up projections alternate in one tensor of all experts, and their activation is clamped.
 
-Not supported: quantized checkpoints, as OpenAI publishes them (MXFP4), and experts that tensor parallelism splits.
+Checkpoints in MXFP4, as OpenAI publishes them, are read in bfloat16 (mxfp4.py). Not supported: experts that tensor
+parallelism splits.
 """
 
 from __future__ import annotations

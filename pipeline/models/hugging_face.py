@@ -9,8 +9,9 @@ A model with the head "values" is transformers' sequence classifier with one lab
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from pipeline.models import rope
 from pipeline.models.config_overrides import overridden
 from pipeline.models.config_values import ALIASES
 from pipeline.models.family import SCORE, unsupported_model
+from pipeline.models.mxfp4 import is_mxfp4
 from pipeline.models.recorded_layout import Shape, invert, record_all
 
 if TYPE_CHECKING:
@@ -46,15 +48,26 @@ def model_config(policy: PolicyConfig, head: Head = "logprobs") -> PreTrainedCon
     return config
 
 
-def engine_overrides(policy: PolicyConfig) -> dict[str, Any]:
+def engine_overrides(policy: PolicyConfig) -> dict[str, Any] | Callable[[PreTrainedConfig], PreTrainedConfig]:
     """Return `hf_config_overrides` as the values that vLLM sets on the configuration from the model's config.json.
 
     vLLM sets values one by one, so the result has complete values for keys that depend on each other, such as those of RoPE.
+    For a checkpoint in MXFP4 the result is a function, which changes a configuration into that of the dequantized model: vLLM
+    chooses its loader by the attribute `quantization_config`, which values cannot remove.
     """
     base = _file_config(policy)
     changed = _difference(base.to_dict(), _overridden(base, policy).to_dict())
     plain = {name: value for name, value in policy.hf_config_overrides.items() if name not in rope.SPELLINGS}
-    return {**{name: value for name, value in plain.items() if not isinstance(value, dict)}, **changed}
+    values = {**{name: value for name, value in plain.items() if not isinstance(value, dict)}, **changed}
+    file, _ = type(base).get_config_dict(policy.model_name, local_files_only=True)
+    return functools.partial(_dequantized, values) if is_mxfp4(file.get("quantization_config")) else values
+
+
+def _dequantized(values: dict[str, Any], config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of the dequantized model with these values, from vLLM's configuration of its checkpoint."""
+    config.update(values)
+    vars(config).pop("quantization_config", None)
+    return config
 
 
 def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +83,7 @@ def _file_config(policy: PolicyConfig) -> PreTrainedConfig:
     for alias, known in ALIASES.items():
         CONFIG_MAPPING.register(alias, CONFIG_MAPPING[known], exist_ok=True)
     found = AutoConfig.from_pretrained(policy.model_name, local_files_only=True, trust_remote_code=False)
-    return _without_alias(found)
+    return _trained(found)
 
 
 OTHER_PARTS = ("text_config", "vision_config", "audio_config", "quantization_config")
@@ -89,13 +102,16 @@ def config_of(values: Mapping[str, Any]) -> PreTrainedConfig:
     plain = {name: value for name, value in values.items() if name not in OTHER_PARTS}
     try:
         of = CONFIG_MAPPING[kind]
-        return _without_alias(of.from_dict(of._decode_special_floats(plain)))  # as transformers reads the file
+        return _trained(of.from_dict(of._decode_special_floats(plain)))  # as transformers reads the file
     except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
         raise unsupported_model(f"transformers refuses this config.json of a {kind} model: {error}") from error
 
 
-def _without_alias(config: PreTrainedConfig) -> PreTrainedConfig:
+def _trained(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of the model that is trained, from that of its checkpoint."""
     vars(config).pop("model_type", None)  # an alias from the file, which hides the class's
+    if is_mxfp4(getattr(config, "quantization_config", None)):
+        vars(config).pop("quantization_config")  # weights are read in bfloat16
     return config
 
 
@@ -113,7 +129,7 @@ def _overridden(base: PreTrainedConfig, policy: PolicyConfig) -> PreTrainedConfi
     file, _ = type(base).get_config_dict(policy.model_name, local_files_only=True)
     merged = {**overridden(file, given, key), "name_or_path": policy.model_name}
     try:
-        return _without_alias(type(base).from_dict(merged))
+        return _trained(type(base).from_dict(merged))
     except (KeyError, TypeError, ValueError) as error:
         message = f"got {given}, which the {base.model_type} configuration refuses: {error}"
         raise RecipeError(Problem(key, "bad-format", message)) from error

@@ -6,6 +6,10 @@ embedding and head cut by vocabulary, and small parameters inside the cut region
 Activations between blocks are whole on every rank or, with sequence parallelism, cut by tokens: a block that has column-wise
 layers gathers its input once, and its row-wise layers reduce-scatter their output. The last hidden states are gathered again.
 
+If there are more ranks than key-value heads, ranks share heads. The rows of k_proj and v_proj are cut over all ranks all the
+same. The ranks gather keys and values, and each computes attention with the head that its queries use. The backward pass sums
+the gradients of the ranks that share a head. Megatron-Core does the same.
+
 Experts are not cut: see expert_parallel.py. Mixers with states are not cut either; each rank computes some of their sequences
 (sequence_resets.py). But without sequence parallelism, mixers that the model's plan cuts (Qwen3.5's) are cut.
 `block_styles` completes the plans of hybrid models. Not supported, with an error that names the style: packed projections.
@@ -72,11 +76,12 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
     Returns the names of parameters that are whole on every rank but have partial gradients, which must be summed over the mesh,
     because each rank applies them only to its own heads or tokens. Raises RecipeError for a model that cannot be cut.
     """
-    _check_heads(hf, mesh.size())
+    planned = expand(hf)
+    shared = shared_heads(hf, planned, mesh.size(), sequence)
     styles: dict[str, ParallelStyle] = {}
     partial, adapted, gathered = [], {}, []
     parts = _parts(mixers(hf)) if sequence else set()
-    for name, style in expand(hf).items():
+    for name, style in planned.items():
         module = hf.get_submodule(name)
         if id(module) in parts:  # with sequence parallelism, each sequence of a mixer is computed on one rank
             continue
@@ -102,6 +107,8 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
     parallelize_module(hf, mesh, styles)
     for name, module in adapted.items():
         partial += [f"{name}.{parameter}" for parameter in module.cut(styles[f"{name}.base_layer"], mesh)]
+    for name in shared:
+        hf.get_submodule(name).register_forward_hook(_one_head(hf.config.num_key_value_heads, mesh.get_group()))
     if head is not None and tied:
         head.weight = embedding.weight
     if sequence:
@@ -226,12 +233,43 @@ def _style(name: str, style: str, module: nn.Module, size: int, sequence: bool) 
     return _ColumnsOfGathered(**options) if sequence and not vocabulary else ColwiseParallel(**options)
 
 
-def _check_heads(hf: PreTrainedModel, size: int) -> None:
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(hf.config, name, None)
-        if heads is not None and heads % size:
-            message = f"got {size}; expected a divisor of {name} {heads} of {type(hf).__name__}"
-            raise RecipeError(Problem(KEY, "not-divisible", message))
+# ---- heads ------------------------------------------------------------------------------------------------------------------
+
+
+def shared_heads(hf: PreTrainedModel, planned: Mapping[str, str], size: int, sequence: bool) -> list[str]:
+    """Return the names of the layers of keys and values of which each rank needs one whole head, since ranks share heads.
+
+    planned: of `expand`. sequence: with sequence parallelism, which leaves mixers whole. Raises RecipeError if the ranks can
+    neither divide nor share the heads.
+    """
+    names = ["num_attention_heads"] if sequence else ["num_attention_heads", "linear_num_key_heads", "linear_num_value_heads"]
+    for name in names:
+        _check_divides(hf, size, name)
+    kv_heads = getattr(hf.config, "num_key_value_heads", None)
+    if kv_heads is None or kv_heads % size == 0:
+        return []
+    layers = [name for name, style in planned.items() if name.endswith((".k_proj", ".v_proj")) and style == "colwise"]
+    if size % kv_heads or not layers:
+        _check_divides(hf, size, "num_key_value_heads")
+    return layers
+
+
+def _check_divides(hf: PreTrainedModel, size: int, name: str) -> None:
+    heads = getattr(hf.config, name, None)
+    if heads is not None and heads % size:
+        message = f"got {size}; expected a divisor of {name} {heads} of {type(hf).__name__}"
+        raise RecipeError(Problem(KEY, "not-divisible", message))
+
+
+def _one_head(heads: int, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
+    """Return a forward hook that gathers keys or values [..., heads D / ranks], and returns this rank's head [..., D]."""
+    head = group.rank() * heads // group.size()
+
+    def gather(layer: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        columns = GatherRows.apply(output.movedim(-1, 0), group)
+        return columns.chunk(heads)[head].movedim(0, -1).contiguous()
+
+    return gather
 
 
 def _check_vocabulary(rows: int, size: int) -> None:

@@ -39,6 +39,7 @@ STATED = {  # by the metadata of their safetensors files, but for copies of a ti
     "Qwen/Qwen3.5-35B-A3B": 35_951_822_704 - 446_571_248 - 844_640_768,  # and without the layer for multi-token prediction
     "Qwen/Qwen3.5-397B-A17B": 403_397_928_944 - 456_010_480 - 6_595_568_128,
     "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2": 8_888_227_328,
     "nvidia/NVIDIA-Nemotron-Nano-12B-v2": 12_310_001_152,
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_937_344,

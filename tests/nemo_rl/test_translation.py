@@ -58,6 +58,15 @@ def test_the_same_keys_mean_the_same() -> None:
     assert recipe.checkpointing.checkpoint_must_save_by == "00:03:45:00"
 
 
+@pytest.mark.parametrize(("given", "expected"), [((), 262144), (("max_position_embeddings=200000",), 200000)])
+def test_yarn_gives_the_context_that_engines_expect(given: tuple[str, ...], expected: int) -> None:
+    key = "policy.hf_config_overrides"
+    scaling = ("rope_type=yarn", "factor=2.0", "original_max_position_embeddings=131072")
+    keys = [*(f"{key}.rope_scaling.{one}" for one in scaling), *(f"{key}.{one}" for one in given)]
+    _, translation = with_keys("grpo", *keys)
+    assert translation.layer["policy"]["hf_config_overrides"]["max_position_embeddings"] == expected
+
+
 def test_bounds_without_effect_are_left_out() -> None:
     loss = read("grpo").loss_fn  # a ratio without a type of truncation, which theirs passes over
     assert loss.truncated_importance_sampling_ratio is None

@@ -94,7 +94,9 @@ class Train:
 TRAIN = {
     "fsdp2 dp2": Train(2, {"tp": 1}, megatron=False),
     "fsdp2 dp2 tp2": Train(4, {"tp": 2}, megatron=False),
+    "fsdp2 tp4": Train(4, {"tp": 4}, megatron=False),  # of two key-value heads
     "megatron tp2": Train(2, {"tp": 2}),
+    "megatron tp4": Train(4, {"tp": 4}),
     "megatron pp2": Train(2, {"pp": 2}),
     "megatron tp2 pp2": Train(4, {"tp": 2, "pp": 2}),
     "megatron cp2": Train(2, {"cp": 2}),
@@ -104,6 +106,7 @@ TRAIN = {
 GENERATE = {
     "tp1": (VLLMConfig(), 1),
     "tp2": (VLLMConfig(tensor_parallel_size=2), 1),
+    "tp4": (VLLMConfig(tensor_parallel_size=4), 1),
     "tp2 x 2": (VLLMConfig(tensor_parallel_size=2), 2),
     "ep2": (VLLMConfig(tensor_parallel_size=2, expert_parallel_size=2), 1),
 }  # an engine's sizes, and the number of engines

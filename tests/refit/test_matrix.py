@@ -29,7 +29,12 @@ def test_refits_between_a_few_layouts(models):
     check(matrix.cases(("llama",), train, ("tp2 x 2",)) + matrix.cases(("qwen3_moe",), ("megatron tp2 ep2",), ("ep2",)), models)
 
 
+@pytest.mark.full
+def test_refits_between_ranks_that_share_key_value_heads(models):
+    check(matrix.cases(("llama",), ("fsdp2 tp4", "megatron tp4"), ("tp4", "tp1")), models)
+
+
 @pytest.mark.long
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(4800)
 def test_refits_between_all_layouts(models):
     check(matrix.cases(), models)

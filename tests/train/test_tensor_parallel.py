@@ -22,7 +22,7 @@ class Mesh:
 QWEN3 = {**cases.SHAPE, "head_dim": 16}
 REFUSED = {
     "query heads": (Qwen3Config(**QWEN3), 8, "not-divisible"),
-    "key heads": (Qwen3Config(**QWEN3), 4, "not-divisible"),
+    "key heads": (Qwen3Config(**{**QWEN3, "num_attention_heads": 12, "num_key_value_heads": 4}), 6, "not-divisible"),
     "width": (Qwen3Config(**{**QWEN3, "intermediate_size": 45}), 2, "not-divisible"),
     "vocabulary": (Qwen3Config(**{**QWEN3, "vocab_size": 5, "num_key_value_heads": 4}), 4, "too-large"),
 }

@@ -39,7 +39,7 @@ MODEL = (
     Switch("router_replay.*", "replay of the sampler's routing"),
     Only("quant_cfg", (None,), "quantization-aware training", "null, which trains in policy.precision"),
     Only("pretrained_checkpoint.*", (None,), PRETRAINED, "policy.model_name=FOLDER"),
-    Only("dequantize_base_checkpoint", (False, None), "reading an 8-bit checkpoint", "a checkpoint in bfloat16"),
+    Ignored("dequantize_base_checkpoint", "a checkpoint in MXFP4 is read in bfloat16, and other quantized ones are refused"),
     Only("is_vlm", (False, None), "images, sound or video"),
     Ignored("quant_* disable_modelopt_layer_spec"),  # of quant_cfg
     Ignored("tokenizer.use_fastokens generation_batch_size activation_checkpointing_enabled"),
@@ -112,6 +112,18 @@ def translate(t: Translator, algorithm: str, path: Path) -> None:
         t.consume("policy.megatron_cfg")
         _dtensor(t)
     apply(t, under("policy", MODEL))
+    _yarn(t)
+
+
+def _yarn(t: Translator) -> None:
+    """Set max_position_embeddings to the context that YaRN gives, as vLLM expects; earlier versions computed it themselves."""
+    key = "policy.hf_config_overrides"
+    names = ("rope_type", "factor", "original_max_position_embeddings")
+    kind, factor, original = (t.get(f"{key}.rope_scaling.{name}") for name in names)
+    if kind == "yarn" and factor and original and not t.has(f"{key}.max_position_embeddings"):
+        length = int(factor * original)
+        t.put(f"{key}.max_position_embeddings", length, f"{key}.rope_scaling")
+        t.change(f"{key}.rope_scaling", f"max_position_embeddings={length}, YaRN's factor times the original context")
 
 
 def _backend(t: Translator) -> Backend | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -59,6 +60,23 @@ class FeaturedLayer(TransformerLayer):
         return super()._forward_attention(hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **named)
 
 
+class SharedHeadsAttention(SelfAttention):
+    """Attention of a rank that shares its key-value head with other ranks.
+
+    Megatron-Core 0.16.1 gathers the projections of all heads, and returns views that would keep them in memory until the
+    backward pass, with the gates of all heads of the group.
+    """
+
+    @override
+    def get_query_key_value_tensors(self, *arguments, **named):
+        tensors: Any = super().get_query_key_value_tensors(*arguments, **named)
+        *of_rank, last = tensors
+        if self.config.attention_output_gate:
+            ranks = self.world_size // (self.config.num_query_groups or 1)  # that share a head
+            last = last.chunk(ranks, 2)[self.tp_group.rank() % ranks]
+        return tuple(tensor.contiguous() for tensor in (*of_rank, last))
+
+
 def _add_normed(add: Callable, norm: torch.nn.Module, training: bool, fused: bool) -> Callable:
     """Return a function that normalizes an output and then adds it to the residual by Megatron-Core's function `add`."""
 
@@ -79,11 +97,14 @@ def with_features(
     them for packed sequences and context parallelism.
     """
     layers: dict[int, Any] = {id(spec): spec for spec in block.layer_specs or ()}  # submodules are annotated as object
+    shares_heads = (config.num_query_groups or config.num_attention_heads) < config.tensor_model_parallel_size
     ours = config.window_size or config.softmax_type != "vanilla" or features.score_softcap is not None
     for layer in layers.values():
         if ours:
             attention = partial(PackedAttention, softcap=features.score_softcap)
             layer.submodules.self_attention.submodules.core_attention = attention
+        if shares_heads and getattr(layer.submodules.self_attention, "module", None) is SelfAttention:
+            layer.submodules.self_attention.module = SharedHeadsAttention
         if features.alternating_experts:
             layer.submodules.mlp.submodules.experts = AlternatingExperts
         if features.sandwich_norms or features.layer_rotary is not None:

@@ -385,7 +385,7 @@ TP, PP, EP, ETP = (
         (model("deepseek_v3", rope_scaling={"type": "linear", "factor": 2.0}), [], MODEL, "unsupported"),
         (model("gpt_oss", attention_bias=False), [], MODEL, "unsupported"),
         (model("gemma3_text", attn_logit_softcapping=50.0), [], MODEL, "unsupported"),
-        (model("llama"), sizes(tp=8), TP, "not-divisible"),
+        (model("llama", num_key_value_heads=3, num_attention_heads=6, hidden_size=96), sizes(tp=2), TP, "not-divisible"),
         (model("llama", intermediate_size=98), sizes(tp=4), TP, "not-divisible"),
         (model("deepseek_v3", moe_intermediate_size=33), [*sizes(tp=4, ep=2), SP], TP, "not-divisible"),
         (model("llama"), sizes(pp=4), PP, "not-divisible"),
@@ -444,14 +444,16 @@ def test_windows_sinks_and_partial_rope_are_accepted(load, described):
 def test_a_quantized_checkpoint_is_refused_and_its_weights_in_bfloat16_are_named(load, section):
     recipe, _ = backend_choice.choose(load(model("llama"), f"{section}.enabled=true"))
     for name, other in (
-        ("openai/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"),
+        ("openai/gpt-oss-20b", None),  # read in bfloat16
         ("deepseek-ai/DeepSeek-V3", "unsloth/DeepSeek-V3-bf16"),
+        ("moonshotai/Kimi-K2-Instruct", "unsloth/Kimi-K2-Instruct-BF16"),
     ):
         quantized = replace(recipe, policy=replace(recipe.policy, model_name=name))
-        (problem,) = architecture.against_layout(quantized)
-        assert "quantized" in problem.message and problem.message.endswith(f"Try policy.model_name={other}")
-        evaluated = architecture.against_layout(replace(quantized, algorithm="evaluate"))  # engines read it
-        assert not any("quantized" in each.message for each in evaluated)
+        for checked in (quantized, replace(quantized, algorithm="evaluate")):
+            problems = [problem for problem in architecture.against_layout(checked) if "quantized" in problem.message]
+            assert [problem.message.rpartition("Try ")[2] for problem in problems] == (
+                [f"policy.model_name={other}"] if other else []
+            )
 
 
 @pytest.mark.parametrize("adapters", [[f"{KEY}.enabled=true", PEFT, f"{KEY}.peft.target_modules=[linear_proj]"], FSDP_LORA])
@@ -474,16 +476,42 @@ def test_layers_of_the_first_stage_are_no_problem_of_the_model_without_stages(lo
     check(replace(recipe, policy=replace(recipe.policy, megatron_cfg=megatron)))
 
 
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_sequences_beyond_the_learned_positions(load, family):
+    """Models compute them with RoPE, but not with a table of positions, and engines refuse them."""
+    described = {**model("llama"), "model_type": family, "max_position_embeddings": 16}
+    sampled = load(described, "policy.max_total_sequence_length=64")
+    trained = replace(sampled, algorithm="sft")
+    for recipe, is_refused in ((sampled, True), (trained, family == "opt")):
+        problems = named(architecture.against_layout(recipe))
+        assert (("policy.max_total_sequence_length", "too-large") in problems) == is_refused
+        assert len([*architecture.notes(recipe)]) == (not is_refused)
+
+
 def test_the_only_size_that_divides_is_named(load):
-    recipe, _ = backend_choice.choose(load(model("llama", num_key_value_heads=1), f"{KEY}.enabled=true", *sizes(tp=2)))
-    with pytest.raises(RecipeError, match="expected 1, which fits the model's 8 attention heads and 1 key-value"):
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    recipe, _ = backend_choice.choose(load(model("llama", **heads), f"{KEY}.enabled=true", *sizes(tp=2)))
+    with pytest.raises(RecipeError, match="expected 1, which fits the model's 1 attention heads and 1 key-value"):
         check(recipe)
 
 
 def test_sizes_that_would_divide_are_named(load):
-    recipe, _ = backend_choice.choose(load(model("llama"), f"{KEY}.enabled=true", *sizes(tp=8)))
-    with pytest.raises(RecipeError, match="expected one of 1, 2, 4, which fit the model's 8 attention heads and 4 key-value"):
+    heads = {"num_attention_heads": 24, "num_key_value_heads": 3}
+    recipe, _ = backend_choice.choose(load(model("llama", hidden_size=96, **heads), f"{KEY}.enabled=true", *sizes(tp=8)))
+    expected = "got 8; expected one of 1, 3, 6, 12, 24, which fit the model's 24 attention heads and 3 key-value heads"
+    with pytest.raises(RecipeError, match=expected):
         check(recipe)
+
+
+@pytest.mark.parametrize("keys", [(f"{KEY}.enabled=true", *sizes(tp=8)), ("policy.dtensor_cfg.tensor_parallel_size=8",)])
+def test_more_ranks_than_key_value_heads_are_accepted(load, keys):
+    check(backend_choice.choose(load(model("llama"), *keys))[0])
+
+
+def test_joint_projections_do_not_share_heads(load):
+    phi3 = {**model("llama"), "model_type": "phi3", "pad_token_id": 0}
+    recipe = load(phi3, "policy.dtensor_cfg.tensor_parallel_size=8", *gpus(1))
+    assert ("policy.dtensor_cfg.tensor_parallel_size", "not-divisible") in named(architecture.against_layout(recipe))
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,8 @@ def test_tensor_parallel_size_that_does_not_divide_the_heads(tmp_path):
     write_recipe(tmp_path)
     message = refuse(tmp_path, "cluster.generate.ranks_per_node=3", f"{TENSOR_PARALLEL}=3")
     assert f"{TENSOR_PARALLEL}: got 3; expected one of 1, 2, 4, which fit the model's 4 attention heads" in message
-    train = ("cluster.train.ranks_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=4")  # no rank may hold half a head
-    assert "policy.dtensor_cfg.tensor_parallel_size: got 4; expected one of 1, 2, which fit" in refuse(tmp_path, *train)
+    train = ("cluster.train.ranks_per_node=8", "policy.dtensor_cfg.tensor_parallel_size=8")  # no rank may hold half a head
+    assert "policy.dtensor_cfg.tensor_parallel_size: got 8; expected one of 1, 2, 4, which fit" in refuse(tmp_path, *train)
 
 
 def test_generate_world_that_tensor_parallel_does_not_divide(tmp_path):

@@ -78,7 +78,6 @@ BROKEN = {
             (f"{MEGATRON}.model_overrides.num_layers", "contradiction"),
             (f"{MEGATRON}.model_overrides.masked_softmax_fusio", "unknown-key"),
             (f"{MEGATRON}.scheduler", "contradiction"),
-            (f"{MEGATRON}.tensor_model_parallel_size", "not-divisible"),
         ],
     ),
     "a mixture of experts": (
