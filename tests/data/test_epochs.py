@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -136,6 +137,7 @@ class Items:
     """A stream of examples that ends."""
 
     dropped = 0
+    metrics: ClassVar[dict[str, float]] = {}
 
     def __init__(self, count: int):
         self._left = [SimpleNamespace(tokens=[1, 2])] * count

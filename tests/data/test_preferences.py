@@ -139,7 +139,7 @@ def test_malformed_pairs_are_refused(record: dict, message: str):
         encode_pair(chat(), 0, record)
 
 
-@pytest.mark.parametrize("margin", [None, "2", True, float("nan")])
+@pytest.mark.parametrize("margin", [None, "two", True, float("nan")])
 def test_a_margin_that_is_not_a_number_is_refused(margin):
     with pytest.raises(ValueError, match=r"'gap' is .*, not a finite number"):
         encode_pair(bare(margin_key="gap"), 0, {"input": "1", "chosen": "2", "rejected": "3", "gap": margin})

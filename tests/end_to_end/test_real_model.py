@@ -71,13 +71,13 @@ def test_grpo(backend, run_of, eager):
     question = record["task"]["messages"]
     assert record["prompt_tokens"] == tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
     assert question[0]["content"] in {problem["input"] for problem in problems("train", 20_000, 42)}
-    # Every answer is likely to eager attention: a token of another distribution would be far less so.
+    # Every answer is likely to eager attention: tokens of another distribution would have about log 1/49,152 = -10.8.
     answers = [torch.tensor([*record["prompt_tokens"], *record["completion_tokens"]]) for record in rollouts[0]]
     with torch.no_grad():
         for tokens in answers[:4]:
             logprobs = model(tokens[None]).logits[0].log_softmax(-1)
             likely = logprobs[:-1].gather(1, tokens[1:, None])[len(record["prompt_tokens"]) - 1 :, 0]
-            assert likely.mean() > -3.5
+            assert likely.mean() > -5
 
 
 @pytest.mark.parametrize(("precision", "within"), [("float32", 2e-5), ("bfloat16", 2e-2)])

@@ -74,7 +74,7 @@ def test_the_fuzzer_finds_planted_faults(monkeypatch):
         ("grpo.seed=${mul:'a',99999999999}", ("grpo.seed", "bad-interpolation")),
         ("grpo.seed=${oc.select:grpo}", ("grpo.seed", "circular")),
         ("algorithm=2", ("algorithm", "not-a-choice")),
-        ("algorithm=[]", ("algorithm", "not-a-choice")),
+        ("algorithm=[]", ("algorithm", "wrong-type")),
         (
             "policy.generation.vllm_kwargs.kv_cache_memory_bytes=many",
             ("policy.generation.vllm_kwargs.kv_cache_memory_bytes", "wrong-type"),

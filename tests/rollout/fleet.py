@@ -50,6 +50,8 @@ class Stream:
         taken, self._left = self._left[:n], self._left[n:]
         return taken
 
+    def observe(self, groups: list[RolloutGroup]) -> None: ...
+
 
 class Fleet:
     """Engines that finish groups in the order of `pick`, which gets the indexes of all open groups' prompts."""

@@ -66,5 +66,5 @@ def test_random_weights_unread_keys_and_folders_of_warnings(tmp_path):
     path.write_text(json.dumps({**scores, "warnings": ["add: cut at /home/somebody/data/test.jsonl, see https://a.b/c/d"]}))
     card = model_card.text(RunFolder.at(run), 10)
     assert "| base model | random weights, of the shape of Qwen/Qwen3-0.6B |" in card and "base_model" not in card
-    assert "loss_fn" not in card and "policy.optimizer" in card and "seed: " in card
+    assert "ratio_clip" not in card and "policy.optimizer" in card and "seed: " in card
     assert "cut at test.jsonl, see https://a.b/c/d" in card and "somebody" not in card
