@@ -262,7 +262,7 @@ def _torch_class(
         yield Problem(f"{key}.name", "unsupported", f"got {name}, which {reason}. Try {example}")
         return
     library = name.partition(".")[0]
-    if not another_python and signatures.module_spec(library, folders) is None:
+    if library != "torch" and not another_python and signatures.module_spec(library, folders) is None:
         places = ", ".join(dict.fromkeys(["installed packages", *map(str, folders)]))
         message = f"got {name}; there is no module {library}; looked in {places}. Try module_folders=[FOLDER], or {example}"
         yield Problem(f"{key}.name", "not-importable", message)
