@@ -119,7 +119,8 @@ def execute(request: SubmitRequest) -> int:
         return foreground.attach(request.follow)
     assert request.recipe is not None, "SubmitRequest.problems lets no such request pass"
     if request.show:
-        return show(request.recipe, request.overrides)
+        with trusting(Trust.EVERYTHING if request.trust else None):
+            return show(request.recipe, request.overrides)
     if request.plan or request.dry_run:
         with trusting(Trust.EVERYTHING if request.trust else None):
             found = examine(request.recipe, request.overrides, True, request.plan_from, wants_plan=request.plan)

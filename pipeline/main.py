@@ -50,7 +50,7 @@ from pipeline.types import DataParallelRank, Prompt
 def main(run_dir: Path) -> None:
     """Run this rank to its end. Raises the error that ended the run; the first failure is in the attempt's failure.json."""
     wait_for(run_dir / "recipe.yaml")
-    recipe = config.read(run_dir / "recipe.yaml", may_import=lambda path, folders: True)
+    recipe = config.read(run_dir / "recipe.yaml", may_import=lambda path, folders: folders)
     user_code.search_in(recipe.module_folders)
     timeouts = recipe.cluster.timeouts
     info, workers = RankInfo.from_environment(run_dir), WorkerGroups.of(recipe)

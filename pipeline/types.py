@@ -283,7 +283,10 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """A model's outputs for each token of a batch. Where a sequence begins there is no distribution: its entries are 0."""
+    """A model's outputs for each token of a batch.
+
+    Where a sequence begins there is no distribution: its entries are 0. So are those of tokens outside of `PackedBatch.wanted`.
+    """
 
     logprobs: torch.Tensor | None = None  # [T] float32; -inf for tokens that truncated sampling excludes
     entropy: torch.Tensor | None = None  # [T] float32, of the distribution that token t was drawn from

@@ -76,6 +76,9 @@ REFUSED = [
     ("grpo", f"{SAPO} {CISPO} loss_fn.ratio_clip_c=null", "loss_fn.use_cispo", "contradiction"),
     ("grpo", f"{SAPO} loss_fn.disable_ppo_ratio=true", "loss_fn.disable_ppo_ratio", "contradiction"),
     ("ppo", "loss_fn.sapo_temperature_negative=2", "loss_fn.sapo_temperature_negative", "has-no-effect"),
+    ("grpo", "loss_fn.drift_penalty=0.1", "loss_fn.drift_penalty", "has-no-effect"),
+    ("grpo", "loss_fn.custom=my.loss grpo.advantage_clip_high=1", "grpo.advantage_clip_high", "has-no-effect"),
+    ("dpo", "dpo.preference_loss=orpo", "dpo.sft_loss_weight", "contradiction"),
     # ---- importance sampling
     ("grpo", f"{TRUNCATED}_type=tis {TRUNCATED}_ratio=2", f"{TRUNCATED}_type", "has-no-effect"),
     ("grpo", f"{IS} {TRUNCATED}_type=tis", f"{TRUNCATED}_ratio", "missing-value"),
@@ -155,7 +158,7 @@ REFUSED = [
     ("distillation", "teacher.model_name=null", "teacher.model_name", "missing-value"),
     # ---- preferences
     ("dpo", "dpo.label_smoothing=0.1 dpo.preference_loss=ipo", "dpo.label_smoothing", "has-no-effect"),
-    ("dpo", "dpo.target_margin=0.5 dpo.preference_loss=orpo", "dpo.target_margin", "has-no-effect"),
+    ("dpo", "dpo.target_margin=0.5 dpo.preference_loss=orpo dpo.sft_loss_weight=1", "dpo.target_margin", "has-no-effect"),
     ("dpo", "dpo.preference_loss_weight=0", "dpo.preference_loss_weight", "contradiction"),
     ("dpo rm", "policy.sequence_packing.train_mb_tokens=1000", "policy.sequence_packing.train_mb_tokens", "too-small"),
     ("dpo", "policy.sequence_packing.logprob_mb_tokens=1000", "policy.sequence_packing.logprob_mb_tokens", "too-small"),

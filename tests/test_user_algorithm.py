@@ -50,7 +50,7 @@ JUDGED = (
     *("data.train.env_name=e", "env={_override_: true, e: {kind: math}}", "data.validation=null"),
     *("my_focal.val_period=0", "my_focal.val_at_start=false"),
 )
-TRUSTED = {"may_import": lambda path, folders: True}
+TRUSTED = {"may_import": lambda path, folders: folders}
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_mistake_is_named_before_submission(folder, path, code, says):
 
 
 def test_a_recipe_that_is_not_trusted_is_not_imported(folder):
-    (problem,) = inspected(folder, may_import=lambda path, folders: False).problems
+    (problem,) = inspected(folder, may_import=lambda path, folders: None).problems
     assert problem.code == "not-importable" and "Try trust=true" in problem.message and "my_focal" not in sys.modules
 
 

@@ -53,7 +53,7 @@ class CodeReference:
     component: str  # whose ranks import it
     kwargs: dict[str, Any] = field(default_factory=dict)
     environment: str = ""  # under `env`, for which it scores answers
-    needs: dict[str, Any] | None = None  # `Needs` of the algorithm whose loss it replaces
+    needs: dict[str, Any] | None = None  # `Needs` of the algorithm whose loss it replaces, and its sequences per item
 
     @property
     def kwargs_key(self) -> str:
@@ -86,7 +86,9 @@ def code_references(recipe: Recipe) -> list[CodeReference]:
         references.append(CodeReference("algorithm", recipe.algorithm_class, "algorithm", "train"))
     if trains(recipe) and recipe.loss_fn.custom:
         path, arguments = recipe.loss_fn.custom, recipe.loss_fn.custom_kwargs
-        references.append(CodeReference("loss_fn.custom", path, "loss", "train", arguments, needs=asdict(build(recipe).needs)))
+        replaced = build(recipe)
+        needs = asdict(replaced.needs) | {"together": replaced.sequences_per_item}
+        references.append(CodeReference("loss_fn.custom", path, "loss", "train", arguments, needs=needs))
     if trains(recipe):
         sets = keyed_sets(recipe.data).items()
         realm, names = "train", {key: dataset.dataset_name for key, dataset in sets}

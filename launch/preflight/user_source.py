@@ -90,7 +90,9 @@ def describe_imported(
     reply = _reply_about(loaded_object, role, kwargs)
     if needs is None or "ok" not in reply or importlib.util.find_spec("torch") is None:
         return reply
-    wrong = custom_loss.dry_call(path, loaded_object, dict(kwargs), Needs(**needs))
+    inputs = dict(needs)
+    together = inputs.pop("together", 1)
+    wrong = custom_loss.dry_call(path, loaded_object, dict(kwargs), Needs(**inputs), together)
     return {"wrong": wrong, "code": "wrong-type"} if wrong else reply
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from launch.recipes.model_files import hf_home
 from launch.recipes.trust import Trust, current
 from pipeline.config import Loaded, Problem, RecipeError, changed
+from pipeline.recipe import user_files
 from pipeline.recipe.values import leaves
 
 SUFFIX = ".gguf"
@@ -63,7 +64,7 @@ def checkpoint_folder(key: str, path: Path) -> Path:
     key: the recipe's key that names the file. Raises RecipeError.
     """
     try:
-        with path.open("rb") as file:
+        with user_files.open_file(path) as file:
             is_gguf, state = file.read(len(MAGIC)) == MAGIC, os.fstat(file.fileno())
     except OSError as error:
         raise RecipeError(Problem(key, "file-not-found", f"{path} cannot be read: {error.strerror}")) from None

@@ -44,11 +44,15 @@ def trusting(trust: Trust | None) -> Iterator[None]:
         _given.reset(token)
 
 
-def may_import(path: str, folders: Collection[str]) -> bool:
-    """Return whether the module of a dotted path may be imported by this command. folders: the recipe's module_folders."""
-    trust, top = current(dry=True), path.partition(".")[0]
-    holders = [Path(folder) for folder in folders if os.path.isfile(f"{folder}/{top}.py") or os.path.isdir(f"{folder}/{top}")]
-    return trust is Trust.EVERYTHING or bool(trusted_folders(trust, holders[:1]))
+def may_import(path: str, folders: Collection[str]) -> list[str] | None:
+    """Return the folders that may be searched for the module of a dotted path; None if it may not be imported.
+
+    folders: the recipe's module_folders. The working directory is one of those searched if it is trusted.
+    """
+    trust, top, searched = current(dry=True), path.partition(".")[0], [*folders, os.getcwd()] if folders else []
+    trusted = [str(folder) for folder in trusted_folders(trust, map(Path, searched))]
+    found = any(os.path.isfile(f"{folder}/{top}.py") or os.path.isdir(f"{folder}/{top}") for folder in trusted)
+    return trusted if found or trust is Trust.EVERYTHING else None
 
 
 def trusted_folders(trust: Trust, folders: Iterable[Path]) -> list[Path]:

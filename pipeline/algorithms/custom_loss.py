@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 
 SIGNATURE = "def loss(outputs, batch, counts, **kwargs)"
-LENGTHS = (3, 5)
+LENGTHS = (3, 5, 4, 2)
 """Lengths of the sequences of a dry call."""
 
 
@@ -88,10 +88,10 @@ def problem(function: Any, kwargs: Collection[str]) -> tuple[str, str] | None:
     return None
 
 
-def dry_call(path: str, function: Callable[..., Any], kwargs: dict[str, Any], needs: Needs) -> str | None:
+def dry_call(path: str, function: Callable[..., Any], kwargs: dict[str, Any], needs: Needs, together: int = 1) -> str | None:
     """Return why a loss fails on a tiny batch on the CPU, in two microbatches too, or None if it works. Imports torch.
 
-    The batch has the inputs that `needs` names.
+    The batch has the inputs that `needs` names. together: sequences that stay in one microbatch, 2 for pairs.
     """
     import torch
 
@@ -113,7 +113,10 @@ def dry_call(path: str, function: Callable[..., Any], kwargs: dict[str, Any], ne
         return gradient
 
     try:
-        whole, parts = gradient([range(len(LENGTHS))]), gradient([[place] for place in range(len(LENGTHS))])
+        whole, parts = (
+            gradient([range(len(LENGTHS))]),
+            gradient([range(place, place + together) for place in range(0, len(LENGTHS), together)]),
+        )
     except Exception as error:
         return f"a call on a tiny batch raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6):

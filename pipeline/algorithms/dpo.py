@@ -112,6 +112,14 @@ class DPO(PairedAlgorithm):
             if (value := getattr(config, key)) != 0 and config.preference_loss != "sigmoid":
                 message = f"got {value}; expected 0 with {self.name}.preference_loss={config.preference_loss}"
                 yield Problem(f"{self.name}.{key}", "has-no-effect", message)
+        if config.preference_loss == "orpo":
+            if config.reference_free:
+                yield Problem(f"{self.name}.reference_free", "has-no-effect", "got true; ORPO has no reference anyway")
+            if config.sft_loss_weight == 0:
+                message = (
+                    f"got 0; expected above 0, since ORPO adds its odds ratio to SFT's loss. Try {self.name}.sft_loss_weight=1"
+                )
+                yield Problem(f"{self.name}.sft_loss_weight", "contradiction", message)
         if config.preference_loss_weight == 0 and config.sft_loss_weight == 0:
             message = f"got 0 with {self.name}.sft_loss_weight=0, which leaves nothing to learn; expected one of them above 0"
             yield Problem(f"{self.name}.preference_loss_weight", "contradiction", message)

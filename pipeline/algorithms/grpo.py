@@ -160,6 +160,9 @@ class GRPO(RewardedAlgorithm):
         yield from self._check_teachers()
         if self._decoupled:
             yield from self._check_several_rewards()
+        if self.recipe.rollout and estimator.name == "gdpo":
+            message = "got gdpo with a rollout function, which sets the rewards of its turns itself; expected another estimator"
+            yield Problem(f"{key}.name", "contradiction", message)
         alone = config.num_generations_per_prompt < 2 and not self._has_teachers
         if alone and (not self._plus_plus or estimator.minus_baseline):
             message = "got 1; expected at least 2, since one answer has no baseline but itself and every advantage would be 0"
@@ -171,6 +174,10 @@ class GRPO(RewardedAlgorithm):
                 f" expected false. Try {key}.name=reinforce_plus_plus, or algorithm=ppo"
             )
             yield Problem("loss_fn.use_kl_in_reward", "contradiction", message)
+        for name, value in (("low", low), ("high", high)):
+            if value is not None and self.recipe.loss_fn.custom:
+                message = f"got {value} with loss_fn.custom, which gets the advantages as they are; expected null"
+                yield Problem(f"{self.name}.advantage_clip_{name}", "has-no-effect", message)
         if low is not None and high is not None and low > high:
             message = f"got {low}; expected at most {self.name}.advantage_clip_high={high}"
             yield Problem(f"{self.name}.advantage_clip_low", "too-large", message)

@@ -100,6 +100,8 @@ class RewardedAlgorithm(OnlineAlgorithm):
         yield from self._check_truncation()
         yield from problems(self.recipe, self.name)
         yield from self._check_surrogate()
+        yield from self._check_drift()
+        yield from self._check_rollout()
         if self.recipe.loss_fn.force_on_policy_ratio:
             yield from self._check_on_policy()
         if self.recipe.loss_fn.use_generation_logprobs:
@@ -147,6 +149,18 @@ class RewardedAlgorithm(OnlineAlgorithm):
         if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
             message = "got true with loss_fn.reference_policy_kl_penalty=0; expected false, or a penalty above 0 to subtract"
             yield Problem("loss_fn.use_kl_in_reward", "has-no-effect", message)
+
+    def _check_rollout(self) -> Iterator[Problem]:
+        served = [name for name, environment in self.recipe.env.items() if environment.kind == "reward_model"]
+        if self.recipe.rollout and served:
+            message = f"got a function with env.{served[0]}.kind=reward_model, which scores answers after it; expected null"
+            yield Problem("rollout", "contradiction", message)
+
+    def _check_drift(self) -> Iterator[Problem]:
+        loss, updates = self.recipe.loss_fn, self.updates_per_epoch * self.epochs
+        if loss.drift_penalty and (loss.force_on_policy_ratio or (updates == 1 and not loss.use_generation_logprobs)):
+            message = f"got {loss.drift_penalty}, but pi_old is the current policy, from which there is no drift; expected 0"
+            yield Problem("loss_fn.drift_penalty", "has-no-effect", f"{message}. Try loss_fn.use_generation_logprobs=true")
 
     def _check_surrogate(self) -> Iterator[Problem]:
         """Yield a problem for each key that contradicts the surrogate of CISPO, SAPO or DPPO."""

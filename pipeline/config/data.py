@@ -148,6 +148,11 @@ def check_data(recipe: Recipe) -> Iterator[Problem]:
             yield _no_environment(recipe, f"{key}.env_name", dataset.env_name)
     yield from _check_several(data)
     curriculum, key = data.curriculum, "data.curriculum"
+    processed = next((name for name, dataset in training_sets(data).items() if dataset.processor), None)
+    if curriculum.enabled and processed is not None:
+        prefix = f"data.datasets.{processed}" if data.datasets else "data.train"
+        text = f"got true with {prefix}.processor, which may make several prompts of a record; expected one of the two"
+        yield Problem(f"{key}.enabled", "contradiction", text)
     if curriculum.enabled and curriculum.hard >= curriculum.easy:
         text = f"got {curriculum.hard}; expected below {key}.easy, {curriculum.easy}"
         yield Problem(f"{key}.hard", "too-large", text)

@@ -84,7 +84,7 @@ def inspect(
     overrides: Iterable[str] = (),
     read_foreign: ReadForeign | None = None,
     above: Sequence[ConfigMapping] = (),
-    may_import: MayImport = lambda path, folders: False,
+    may_import: MayImport = lambda path, folders: None,
 ) -> Loaded:
     """Return the recipe that `load` returns, together with its problems.
 

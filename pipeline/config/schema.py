@@ -67,7 +67,7 @@ class DatasetConfig:
     """Seed of the draws for max_samples and split_validation_size."""
     repeat: Positive = 1
     """Number of passes over the records in one epoch."""
-    processor: Line | None = None
+    processor: DottedPath | None = None
     """Dotted path of your own function that makes a record, a list of records or None (which drops it) of each record, before
     its columns are read."""
     input_key: Text = "input"

@@ -23,8 +23,8 @@ from pipeline.recipe.values import not_a_kind
 from pipeline.seams import entry_points
 from pipeline.seams.registered_class import check_section
 
-MayImport = Callable[[str, Collection[str]], bool]
-"""(dotted path, the recipe's module_folders) -> whether the module may be imported."""
+MayImport = Callable[[str, Collection[str]], Collection[str] | None]
+"""(dotted path, the recipe's module_folders) -> folders to search for the module, or None if it may not be imported."""
 
 _paths: dict[str, tuple[str, bool]] = {}  # name -> (dotted path of the class in ALGORITHMS, whether it is a stand-in)
 
@@ -74,12 +74,13 @@ def _import(name: str, path: str, tree: ConfigMapping, may_import: MayImport) ->
     folders = tree.find("module_folders")
     searched = [str(folder) for folder in folders.value] if isinstance(folders, ConfigValue) and folders.value else []
     is_installed = any(path == point.path for point in entry_points.find(GROUP).values())
-    if not is_installed and not may_import(path, searched):
+    folders_to_search = [] if is_installed else may_import(path, searched)
+    if folders_to_search is None:
         return "not-importable", (
             "its code is not imported, because nothing will be submitted and the recipe may be a stranger's. Try trust=true, or"
             " its folder in HETSTEP_TRUSTED, if you trust it"
         )
-    user_code.search_in(searched)
+    user_code.search_in(folders_to_search, only=True)
     try:
         kind = user_code.load(path)
         if wrong := problem(kind):

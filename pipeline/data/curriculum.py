@@ -96,7 +96,7 @@ class Curriculum(Stream[Prompt]):
         """Put the records of judged groups into pools, or out of them. Groups without a reward change nothing."""
         for group in groups:
             rewards = [rollout.reward for rollout in group.rollouts if not rollout.failure]
-            if not rewards:
+            if not rewards or group.prompt.record < 0:  # -1 in checkpoints of older versions
                 continue
             mean, record = sum(rewards) / len(rewards), group.prompt.record
             name = "easy" if mean >= self._config.easy else "hard" if mean <= self._config.hard else None
@@ -148,7 +148,8 @@ class Curriculum(Stream[Prompt]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, which may be a stream's, from a run without a curriculum. Raise RecipeError as a stream does."""
-        self._stream.load_state_dict(state)
-        saved = state.get("curriculum", {"taken": self._stream.position, "passed_over": 0, "pools": {}})
+        saved = state.get("curriculum")
+        self._stream.load_state_dict({name: value for name, value in state.items() if name != "curriculum"})
+        saved = saved or {"taken": self._stream.position, "passed_over": 0, "pools": {}}
         self._taken, self.passed_over = saved["taken"], saved["passed_over"]
         self._pools = {name: Pool(saved["pools"].get(name, ())) for name in self._pools}

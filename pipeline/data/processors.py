@@ -6,6 +6,7 @@ read, also in a resumed run, so its result must depend on the record alone.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class ProcessedRecords(Sequence):
 def process(function: Processor, path: str, record: Record) -> Record | list[Record]:
     """Return what a function makes of a record; [] for None. Raise ValueError, which names it, if it fails."""
     try:
-        made = function(record)
+        made = function(copy.deepcopy(record))  # which the function may change; a generated data set gives the same one again
     except Exception as error:  # of the user's code, which raises what it likes
         raise ValueError(f"processor {path} raised {type(error).__name__}: {error}") from error
     if made is None:

@@ -196,6 +196,12 @@ class Stream(Generic[Item]):
         if "streams" in state:
             message = f"got one data set; expected the data sets {', '.join(state['streams'])}, as in the checkpoint"
             raise RecipeError(Problem("data", "run-exists", message))
+        if "curriculum" in state:
+            message = "got false; expected true, as in the checkpoint, whose prompts were chosen by it"
+            raise RecipeError(Problem("data.curriculum.enabled", "run-exists", message))
+        if self._taken is not None and "taken" not in state and state["loader"]:
+            message = "got a processor; expected none, as in the checkpoint, whose prompts are numbered by records"
+            raise RecipeError(Problem("data.processor", "run-exists", message))
         for key, value in self._identity.items():
             if state[key] != value:
                 message = f"got {key} {value}; expected {state[key]}, as in the checkpoint"

@@ -23,6 +23,7 @@ from typing_extensions import override
 from pipeline.config import schema_validation
 from pipeline.environments.calculator import Calculator
 from pipeline.environments.environment import (
+    AnsweredTurn,
     BuiltinEnvironment,
     EnvironmentContext,
     JudgeLimits,
@@ -131,11 +132,19 @@ class Tools(BuiltinEnvironment):
 
     @override
     def step(self, episode: ToolEpisode, text: str) -> Outcome:
+        return self.step_answer(episode, AnsweredTurn(text))
+
+    @override
+    def step_answer(self, episode: ToolEpisode, answer: AnsweredTurn) -> Outcome:
+        text = answer.text
         calls = self._format.calls(text)
         if not calls:
             for session in episode.sessions.values():
                 session.close()
-            outcome = self._judge.step(episode.judge_episode, text)
+            if hasattr(self._judge, "step_answer"):  # a user's class may have `step` alone
+                outcome = self._judge.step_answer(episode.judge_episode, answer)
+            else:
+                outcome = self._judge.step(episode.judge_episode, text)
             return replace(outcome, metrics={**outcome.metrics, **_metrics(episode)})
         deadline = time.monotonic() + self._timeout_s
         results = []

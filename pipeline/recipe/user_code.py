@@ -23,12 +23,12 @@ class NotFound(ValueError):
     """Raised if there is no such module, or if it lacks the name."""
 
 
-def search_in(folders: Collection[str]) -> None:
-    """Let `load` search these folders and the working directory, after all other places.
+def search_in(folders: Collection[str], only: bool = False) -> None:
+    """Let `load` search these folders and, unless `only`, the working directory, after all other places.
 
     A module there does not hide an installed one. Without folders, as for a recipe without the user's code, nothing is added.
     """
-    for folder in [*folders, os.getcwd()] if folders else ():
+    for folder in [*folders, *([] if only else [os.getcwd()])] if folders else ():
         if folder not in sys.path:
             sys.path.append(folder)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from pipeline import config, train
@@ -45,6 +46,7 @@ from pipeline.types import (
     Moments,
     Outputs,
     PackedBatch,
+    Sample,
     Update,
 )
 
@@ -115,7 +117,14 @@ class TrainRole:
         """Pack a step's samples; they stay until the next `load` or `offload`."""
         with self._world.phase("pack"):
             self._updates = updates
-            self._batches = [pack_each(update.samples, update.train, self._policy.device) for update in updates]
+            self._batches = [self._pack(update.samples, update.train, self._policy.device) for update in updates]
+
+    def _pack(self, samples: Sequence[Sample], plan: Sequence[list[int]], device: torch.device | str) -> list[PackedBatch]:
+        """Pack microbatches. The user's own losses may read the log-probs of all tokens; ours read those that count."""
+        batches = pack_each(samples, plan, device)
+        if self._recipe.loss_fn.custom or self._recipe.algorithm_class:
+            return [dataclasses.replace(batch, wanted=None) for batch in batches]
+        return batches
 
     @verb("train")
     @named_operators()
@@ -140,7 +149,7 @@ class TrainRole:
         backend = self._models[model]
         with self._world.phase(f"forward of the {'reference' if weights == 'reference' else model}"):
             for i, update in list(enumerate(self._updates))[first:]:
-                outputs = backend.forward(pack_each(update.samples, update.forward, backend.device), weights)
+                outputs = backend.forward(self._pack(update.samples, update.forward, backend.device), weights)
                 self._batches[i] = [
                     dataclasses.replace(batch, **fields(out))
                     for batch, out in zip(self._batches[i], regroup(outputs, update.forward, update), strict=True)
@@ -211,7 +220,7 @@ class TrainRole:
         """Return metric -> this data rank's share, for the loss and the metrics that add up. Computes no gradient."""
         needs, loss = self._algorithm.needs, self._algorithm.losses["policy"]
         with self._world.phase("evaluate"):
-            batches = pack_each(update.samples, update.forward, self._policy.device)
+            batches = self._pack(update.samples, update.forward, self._policy.device)
             if needs.reference:
                 reference = self._policy.forward(batches, "reference")
                 batches = [

@@ -122,9 +122,13 @@ class EngineClient:
     """Draws and judges the turns of one episode."""
 
     def __init__(
-        self, prompt: Prompt, settings: EpisodeSettings, judge: Callable[[str], Awaitable[Outcome]], text: ConversationText
+        self,
+        prompt: Prompt,
+        settings: EpisodeSettings,
+        judge: Callable[[str, tuple[int, ...]], Awaitable[Outcome]],
+        text: ConversationText,
     ) -> None:
-        """Begin an episode. judge: steps the episode's environment with a text."""
+        """Begin an episode. judge: steps the episode's environment with a text and its tokens."""
         self.settings = settings
         self._prompt, self._step, self._text = prompt, judge, text
         self._numbers = 0
@@ -177,7 +181,7 @@ class EngineClient:
         The environment sees the judged turns as one episode. Its observation, if it has one, is in the outcome: a reply for
         `generate`.
         """
-        outcome = await self._step(turn.text)
+        outcome = await self._step(turn.text, tuple(turn.tokens.tolist()))
         checked = checked_outcome(outcome)
         turn.reward, turn.metrics, turn.extracted = checked.reward, checked.metrics, checked.extracted
         return outcome

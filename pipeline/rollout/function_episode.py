@@ -60,7 +60,9 @@ class FunctionEpisode(Episode):
         settings, prompt = None, None
         if not self.begun:
             work = self.work
-            settings = EpisodeSettings(work.seed, work.purpose, self.sample, work.sampling, work.max_turns, max_length)
+            settings = EpisodeSettings(
+                work.seed, work.purpose, self.sample, work.sampling, work.max_turns, max_length, work.step
+            )
             self.begun, prompt = True, self.prompt
         completions, self.unsent = tuple((number, self.completions[number]) for number in self.unsent), []
         return FunctionCall(self.id, str(self), self.prompt.environment, prompt, settings, completions, self.cut)

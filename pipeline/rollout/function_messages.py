@@ -19,6 +19,7 @@ class EpisodeSettings:
     sampling: Sampling  # unless a call of `EngineClient.generate` says otherwise
     max_turns: int
     max_length: int  # tokens of the prompt and the episode together
+    step: int = 0  # completed training steps when the episode was requested
 
 
 @dataclass(frozen=True, eq=False, slots=True)

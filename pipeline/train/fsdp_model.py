@@ -117,7 +117,7 @@ def build(
     layers = decoder_layers(hf)
     use_kernels(policy, hf, device)
     resets = reset_sequences(hf.base_model, layers, model.tensor_ranks)
-    model.shares_prompts = not resets
+    model.shares_prompts = not resets and not (model.adapters is not None and model.adapters.spec.dropout > 0)
     mixture = resets or any(parameter.dim() > 2 for parameter in hf.parameters())
     model.compiled = like.compiled if like is not None else compiled.should_compile(policy, device, mixture)
     if model.compiled:

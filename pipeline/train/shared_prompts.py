@@ -5,7 +5,8 @@ are the same too, so the rows of the prompt are kept in the first of these seque
 the keys of these rows and their own. Losses, log-probs and gradients stay the same up to rounding: the gradients of a shared
 row are the sum of those of its copies.
 
-Only attention may mix the tokens of a sequence. Not supported: context and sequence parallelism, Megatron-Core.
+Only attention may mix the tokens of a sequence. Not supported: context and sequence parallelism, dropout of adapters, whose
+answers would share one mask, Megatron-Core.
 """
 
 from __future__ import annotations

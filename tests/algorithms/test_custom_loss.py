@@ -74,7 +74,7 @@ def bad(kind, outputs, batch, counts):
         ("a mean", "its gradient depends on the microbatches; expected a sum over tokens, divided by counts.tokens"),
         ("nothing", "my.loss returned None; expected a LossOutput, or a scalar tensor"),
         ("a number", "my.loss returned a float; expected a LossOutput, or a scalar tensor"),
-        ("per token", "my.loss returned a loss of shape (8,); expected a scalar"),
+        ("per token", "my.loss returned a loss of shape (14,); expected a scalar"),
         ("no graph", "its loss has no gradient: it does not depend on `outputs`"),
         ("nan", "its gradient is not finite on log-probs from -2 to -0.1"),
         ("an absent input", "raised TypeError: unsupported operand"),

@@ -15,6 +15,7 @@ from pipeline import config
 from pipeline.config import RECIPES
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
+from pipeline.data.processors import process
 from tests.problems import refused
 
 MODULE = """
@@ -97,6 +98,18 @@ def test_the_lineage_has_the_file_of_the_processor(recipe, tmp_path):
     (code,) = (entry for entry in inputs.of_recipe(recipe("sft")) if entry["role"] == "code")
     assert (code["key"], code["path"]) == ("data.train.processor", str(tmp_path / "my_processors.py"))
     assert code["files"][0]["size"] == len(MODULE)
+
+
+def test_a_processor_may_change_its_record():
+    record = {"input": "1", "more": {"list": []}}
+
+    def change(record):
+        record["input"] += "!"
+        record["more"]["list"].append(1)
+        return record
+
+    assert [process(change, "x.change", record) for _ in range(2)] == [{"input": "1!", "more": {"list": [1]}}] * 2
+    assert record == {"input": "1", "more": {"list": []}}
 
 
 def test_dropped_records_are_named(recipe, caplog):

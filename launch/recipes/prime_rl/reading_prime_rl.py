@@ -27,6 +27,7 @@ class PrimeRLConfig:
 
     tree: ConfigMapping = field(default_factory=ConfigMapping)
     kind: str | None = None  # rl or sft; None: the keys tell
+    environment: Mapping[str, str] = field(default_factory=dict)  # as of `shell_script.Command`
 
 
 def read(source: ForeignSource) -> Layers:
@@ -56,6 +57,7 @@ def read(source: ForeignSource) -> Layers:
     merged = config_tree.merge(below, tree)
     problems += leaf_types.replace_wrong(merged, prime_rl_defaults.examples(kind), prime_rl_defaults.NULLABLE)
     resolved = foreign_tree.resolve(merged)
+    resolved = replace(resolved, environment={**config.environment, **resolved.environment})
     own = {key: origin for key, origin in resolved.origins.items() if origin}
     t = prime_rl_translation.translate(resolved.values, own, kind, {key for key, _ in ours})
     wrong = {problem.key for problem in problems}
@@ -184,7 +186,7 @@ def _of_script(source: ForeignSource, variables: Mapping[str, str]) -> PrimeRLCo
     problems = [problem for word in words if (problem := command.problem(str(word), word))]
     if problems:
         raise RecipeError(*problems)
-    config = PrimeRLConfig(kind=str(command.words[first]))
+    config = PrimeRLConfig(kind=str(command.words[first]), environment=command.environment)
     return _with_words(config, [(str(word), command.origin(word)) for word in words], source.path)
 
 

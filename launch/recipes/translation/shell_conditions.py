@@ -48,6 +48,7 @@ def status_of(value: str) -> Status:
 
 FILE_TESTS = ("-e", "-f", "-d", "-r", "-w", "-x", "-s", "-L", "-h", "-p", "-S", "-t")
 NUMBER_TESTS = {"-eq": "eq", "-ne": "ne", "-lt": "lt", "-le": "le", "-gt": "gt", "-ge": "ge"}
+LONGEST_MATCHED = 10_000  # characters
 BINARY = {"=", "==", "!=", "=~", "<", ">", *NUMBER_TESTS}
 
 
@@ -137,6 +138,8 @@ class Condition:
         if sign in "<>":
             return left < right if sign == "<" else left > right
         if sign == "=~":
+            if re.search(r"\)\s*[*+{]", right) or len(left) > LONGEST_MATCHED:  # which could take for ever
+                return self.run.unknown_status(f"the regular expression {right[:40]}")
             try:
                 return re.search(right, left) is not None
             except re.error:

@@ -25,6 +25,8 @@ MOST_COMMANDS = 20_000
 LONGEST = 1 << 20
 """Characters of a value."""
 SUCCEEDS = (":", "true", "echo", "printf", "export", "declare", "local", "readonly", "typeset", "set", "unset", "shift", "cd")
+OF_EVERYBODY = ("HOME", "PATH", "USER", "PWD")
+"""Variables of the environment that are not private."""
 Recognizes = Callable[[list[str]], bool]
 
 
@@ -63,6 +65,11 @@ class Command:
         """Return "file:line" of a word."""
         shown = config_tree.short_path(self.path)
         return f"{shown}:{word.line}" if isinstance(word, Argument) else shown
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Value of a variable of the environment -> the value as a recipe writes it, for those that may be private."""
+        return {value: f"${{oc.env:{name}}}" for name, value in self.read.items() if name not in OF_EVERYBODY}
 
     def is_known(self, word: str) -> bool:
         """Return whether a word has no unknown part."""
@@ -107,6 +114,8 @@ def find_command(
         run.commands(shell_grammar.parse(text, path))
     except _Exit as exit_:
         run.ended_at = 0 if exit_.succeeded else exit_.line
+    except _Loop:
+        raise run.fail("`break` or `continue` outside of a loop") from None
     if run.found is None and run.ended_at:
         message = f"the script exits here before its command. Its arguments are given as 1=VALUE 2=VALUE{run.positions()}"
         raise RecipeError(Problem("recipe", "missing-value", message, f"{config_tree.short_path(path)}:{run.ended_at}"))
@@ -128,6 +137,18 @@ class _Exit(Exception):
 
 class _Return(Exception):
     """`return` in a function."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__()
+        self.status = status
+
+
+class _Loop(Exception):
+    """`break` or `continue`. levels: of loops that it concerns."""
+
+    def __init__(self, breaks: bool, levels: int) -> None:
+        super().__init__()
+        self.breaks, self.levels = breaks, levels
 
 
 @dataclass
@@ -154,6 +175,7 @@ class _ScriptRun:
         self.arguments = [self.given[str(number)] for number in numbers]
         self.variables |= {"BASH_SOURCE": str(self.path.absolute()), "PWD": os.getcwd()}
         self.line = 0
+        self.locals: list[dict[str, Any]] = []  # variables that hid others, of each function that runs
         self.setting = ""  # the variable whose value is evaluated
 
     def positions(self) -> str:
@@ -201,6 +223,8 @@ class _ScriptRun:
         words: list[Argument] = []
         for word in command.words:
             if isinstance(word, Assignment):
+                if words and words[0] == "local" and self.locals:
+                    self.locals[-1].setdefault(word.name, self.variables.get(word.name))
                 if not isinstance(word.value, tuple) or words[0] != "export":
                     self.assign(word)
             else:
@@ -217,15 +241,26 @@ class _ScriptRun:
         """Follow a command of bash itself, or of the script; the status of another program is unknown."""
         if name in self.functions:
             outer, self.arguments = self.arguments, list(words)
+            self.locals.append({})
             try:
                 return self.command(self.functions[name])
-            except _Return:
-                return True
+            except _Return as returned:
+                return returned.status
             finally:
                 self.arguments = outer
+                self.variables |= self.locals.pop()
         if name in ("exit", "return"):
-            succeeded = not words or words[0] == "0"
-            raise _Return if name == "return" and self.depth > 1 and self.functions else _Exit(self.line, succeeded)
+            if name == "return" and self.locals:
+                raise _Return(
+                    self.unknown_status("the status that a function returns")
+                    if MARK.search("".join(words))
+                    else not words or words[0] == "0"
+                )
+            raise _Exit(self.line, not words or words[0] == "0")
+        if name in ("break", "continue"):
+            raise _Loop(name == "break", int(words[0]) if words and words[0].isdigit() else 1)
+        if name == "let":
+            raise self.fail("`let` is not followed. Try NAME=$((...))")
         if name in ("[", "test"):
             return self.test([word for word in words if not (name == "[" and word == "]")], globs=False)
         if name in ("eval", "exec", "nohup", "command", "builtin"):
@@ -241,6 +276,10 @@ class _ScriptRun:
         elif name == "set" and "--" in words:
             self.arguments = list(itertools.islice(itertools.dropwhile(lambda word: word != "--", words), 1, None))
         elif name in shell_grammar.DECLARES:
+            for word in words if name == "local" and self.locals else ():
+                if not word.startswith("-"):
+                    variable = word.partition("=")[0]
+                    self.locals[-1].setdefault(variable, self.variables.get(variable))
             for word in words:
                 if "=" in word:
                     self.set(word.partition("=")[0], word.partition("=")[2])
@@ -287,9 +326,12 @@ class _ScriptRun:
         if not (command.is_subshell or command.is_pipeline):
             return self.commands(command.commands)
         before = dict(self.variables)
-        status = self.commands(command.commands)
-        self.variables = before
-        return status
+        try:
+            return self.commands(command.commands)
+        except _Exit as ended:
+            return ended.succeeded
+        finally:
+            self.variables = before
 
     def _if(self, command: shell_nodes.If) -> Status:
         for number, (condition, commands) in enumerate(command.branches):
@@ -318,7 +360,18 @@ class _ScriptRun:
                 self.hide(int(match[1]) + 2, command.commands)
                 continue
             self.set(command.name, item)
-            self.commands(command.commands)
+            if not self.repeats(command.commands):
+                break
+        return True
+
+    def repeats(self, commands: Iterable[shell_nodes.Command]) -> bool:
+        """Run the commands of a loop once, and return whether the loop goes on."""
+        try:
+            self.commands(commands)
+        except _Loop as loop:
+            if loop.levels > 1:
+                raise _Loop(loop.breaks, loop.levels - 1) from None
+            return not loop.breaks
         return True
 
     def _while(self, command: shell_nodes.While) -> Status:
@@ -327,9 +380,8 @@ class _ScriptRun:
             if not isinstance(status, bool):
                 self.hide(status, command.commands)
                 return status
-            if status is command.is_until:
+            if status is command.is_until or not self.repeats(command.commands):
                 return True
-            self.commands(command.commands)
 
     def _functiondefinition(self, command: shell_nodes.FunctionDefinition) -> Status:
         self.functions[command.name] = command.body

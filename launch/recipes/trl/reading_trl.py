@@ -35,6 +35,7 @@ class TrlConfig:
     trainer: str | None = None  # a name of TRAINERS or LACKING; None: not known yet
     launcher: Mapping[str, Any] = field(default_factory=dict)  # options of LAUNCHER
     notes: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)  # as of `shell_script.Command`
 
 
 def read(source: ForeignSource) -> Layers:
@@ -48,6 +49,7 @@ def read(source: ForeignSource) -> Layers:
     examples = {key: value for key, value in defaults.items() if key not in trl_defaults.SEVERAL_TYPES}
     problems = list(leaf_types.replace_wrong(merged, examples, trl_defaults.NULLABLE))
     tree = foreign_tree.resolve(merged)
+    tree = replace(tree, environment={**config.environment, **tree.environment})
     own = {key: origin for key, origin in tree.origins.items() if origin}
     keys = {key: getattr(node, "value", None) for key, node in ours}
     processes = _processes(config.launcher, keys, source.path)
@@ -144,7 +146,7 @@ def _of_script(source: ForeignSource, variables: Mapping[str, str]) -> TrlConfig
     problems = []
     options, _ = long_options.parse(command.words[: first - 1])
     theirs, others = long_options.parse(command.words[first:])
-    config = TrlConfig(trainer=trainer, notes=tuple(_notes(command)))
+    config = TrlConfig(trainer=trainer, notes=tuple(_notes(command)), environment=command.environment)
     read = [(name, value, command.origin(word)) for name, value, word in options if name in LAUNCHER and name != "config"]
     for name, value, word in theirs:
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]

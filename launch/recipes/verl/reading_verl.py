@@ -188,9 +188,8 @@ def of_script(source: ForeignSource, variables: Mapping[str, str]) -> VerlConfig
         raise RecipeError(*problems)
     config = _named_config(options, source.path, kind) or VerlConfig(ConfigMapping(), kind, "dp")
     config = _with(config, hydra_overrides.parse(pairs))
-    read = {name: value for name, value in command.read.items() if name not in ("HOME", "PATH", "USER", "PWD")}
-    written = {value: f"${{oc.env:{name}}}" for name, value in read.items()}
-    config = replace(config, notes=(*config.notes, *_notes(command, sorted(read))), environment=written)
+    read = sorted(name for name in command.read if name not in shell_script.OF_EVERYBODY)
+    config = replace(config, notes=(*config.notes, *_notes(command, read)), environment=command.environment)
     return _with_launched_ranks(config, before, command) if kind == "sft" else config
 
 

@@ -87,6 +87,12 @@ class StepOutcome:
     function: FunctionReply | None = None  # of a rollout function
 
 
+def judge_answer(environment: Environment, episode: Any, answer: AnsweredTurn) -> Outcome:
+    """Return the environment's outcome of an answer. A user's class may have `step` alone."""
+    step_answer = getattr(environment, "step_answer", None)
+    return environment.step(episode, answer.text) if step_answer is None else step_answer(episode, answer)
+
+
 GOES_ON = np.zeros(0, np.int32)
 """The observation of an outcome of a rollout function that waits for completions."""
 
@@ -119,7 +125,6 @@ class EnvStepper:
     ) -> None:
         self.environment, self._tokenizer, self._observations = environment, tokenizer, observations
         self._max_steps = max_steps
-        self._answers = getattr(environment, "step_answer", None)  # a user's class may lack it
         self._states: dict[str, Any] = {}  # of the environment, for each open episode
 
     def step(self, request: StepRequest, begin: Begin) -> StepOutcome:
@@ -135,10 +140,7 @@ class EnvStepper:
         text = text_before_stop(self._tokenizer, tokens, request.stop)
         begin("step")
         state = self._states[request.episode]
-        if self._answers is None:
-            outcome = self.environment.step(state, text)
-        else:
-            outcome = self._answers(state, AnsweredTurn(text, tuple(tokens), request.step, self._max_steps))
+        outcome = judge_answer(self.environment, state, AnsweredTurn(text, tuple(tokens), request.step, self._max_steps))
         begin("its answer")
         checked = checked_outcome(outcome)
         if checked.over or request.last:

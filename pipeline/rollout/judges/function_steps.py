@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.environments.environment import Environment, Outcome
+from pipeline.environments.environment import AnsweredTurn, Environment, Outcome
 from pipeline.rollout.engine_client import DrawnTurn, EngineClient, EpisodeEnded, RolloutFunction
 from pipeline.rollout.function_messages import FunctionCall, FunctionReply
 from pipeline.rollout.judges.conversation_text import ConversationText
@@ -19,6 +19,7 @@ from pipeline.rollout.judges.environment_steps import (
     Begin,
     StepOutcome,
     checked_outcome,
+    judge_answer,
 )
 from pipeline.rollout.seeds import sampling_seed
 from pipeline.types import Prompt
@@ -36,8 +37,8 @@ class _OpenEpisode:
 class FunctionStepper:
     """Runs a rollout function for the episodes of a judge, in the event loop of its process."""
 
-    def __init__(self, function: RolloutFunction, environment: Environment, text: ConversationText) -> None:
-        self.environment, self._function, self._text = environment, function, text
+    def __init__(self, function: RolloutFunction, environment: Environment, text: ConversationText, max_steps: int = 0) -> None:
+        self.environment, self._function, self._text, self._max_steps = environment, function, text, max_steps
         self._open: dict[str, _OpenEpisode] = {}
         self._lock = asyncio.Lock()  # episodes may share the environment
 
@@ -69,8 +70,9 @@ class FunctionStepper:
         assert prompt is not None and settings is not None  # of a first call
         state = await self._in_thread(self.environment.reset, prompt)
 
-        async def judge(text: str) -> Outcome:
-            return await self._in_thread(self.environment.step, state, text)
+        async def judge(text: str, tokens: tuple[int, ...]) -> Outcome:
+            answer = AnsweredTurn(text, tokens, settings.step, self._max_steps)
+            return await self._in_thread(judge_answer, self.environment, state, answer)
 
         client = EngineClient(prompt, settings, judge, self._text)
         begin(FUNCTION_BEGIN)

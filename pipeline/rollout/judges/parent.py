@@ -188,7 +188,7 @@ class Parent:
         if self._function is None:
             return EnvStepper(environment, self._tokenizer, self._observations, self._settings.max_steps)
         parts = self._tokenizer, self._settings.tokenizer, self._settings.chat, self._observations
-        return FunctionStepper(self._function, environment, ConversationText(*parts))
+        return FunctionStepper(self._function, environment, ConversationText(*parts), self._settings.max_steps)
 
     def _reap(self) -> None:
         """Collect the children that have ended: judges, and processes that ended judges have left."""

@@ -26,6 +26,10 @@ SAME_AS_BASH = {
     "case": """M=gb200; case "$M" in h100 | gb*) T=4 ;; *) T=8 ;; esac; case x in "") U=1;; ?) U=2;; esac; train $T $U""",
     "loops": """for s in 1 2 3; do L="$L $s"; done; i=0; while [ $i -lt 3 ]; do A+=(n=$i); i=$((i + 1)); done; train $L "${A[@]}" """,
     "functions": """f() { X="$1-$2"; }; function g { f "$1" b; return 0; X=no; }; g a; train $X""",
+    "leaving loops": """for x in a b c; do [ $x = b ] && continue; L=$L$x; [ $x = c ] && break; done; for i in 1 2; do for j in 1 2; do break 2; done; done
+while true; do N=1; break; done; train $L $i$j $N""",
+    "results": """f() { return 1; }; if f; then A=1; else A=2; fi; g() { return 0; }; g && B=1; ( exit 1 ) || C=1; train $A $B $C""",
+    "local": """A=1; f() { local A=5 B; B=2; C=$A; }; f; train $A ${B-none} $C""",
     "edits": """P=/a/b/model.tar.gz; train ${P##*/} ${P%.*} ${P%%.*} ${P#*/} ${P/a/z} ${P//a/z} ${#P} ${P:1:3} ${P: -2} ${P^^}""",
     "indirect": "A=B; B=c; train ${!A}; ",
     "heredoc": "cat > /dev/null <<EOF\ntrain no $(\nEOF\nA=1\ntrain $A",
@@ -105,7 +109,17 @@ def test_a_script_that_asks_for_its_arguments_names_them() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["if true; then train", "train 'a", "A=(1 2", "train ${", "fi", "while true; do :; done; train", "f() { f; }; f; train"],
+    [
+        "if true; then train",
+        "train 'a",
+        "A=(1 2",
+        "train ${",
+        "fi",
+        "while true; do :; done; train",
+        "f() { f; }; f; train",
+        "break; train",
+        "let A=1; train",
+    ],
 )
 def test_what_bash_refuses_or_never_ends_names_its_line(text: str) -> None:
     with refused(("recipe", "bad-format")) as error:

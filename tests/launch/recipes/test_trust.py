@@ -1,14 +1,18 @@
 """Plans and dry runs execute nothing that came with a recipe, unless the user trusts it."""
 
 import json
+import sys
 
 import pytest
 
 from launch import evaluate, submit, sweep
 from launch.api import planning
 from launch.preflight import bounded, user_imports, user_source
-from launch.recipes.trust import VARIABLE, Trust
+from launch.recipes import reading
+from launch.recipes.trust import VARIABLE, Trust, may_import
 from pipeline import config
+from pipeline.algorithms import ALGORITHMS
+from pipeline.config import user_algorithm
 from tests.launch.preflight.test_user_imports import RECIPE, SMALL
 
 HOSTILE = "from pathlib import Path\nPath({mark!r}).touch()\n"
@@ -117,6 +121,27 @@ def test_an_untrusted_module_is_not_imported_by_a_trusted_one(stranger, monkeypa
     assert user_imports.probe(recipe, Trust.LISTED)["env.mine.kind"].get("ok")
     assert not is_marked(stranger)
     assert "read" in user_imports.probe(recipe, Trust.NOTHING)["env.mine.kind"]
+
+
+def test_a_trusted_algorithm_imports_nothing_of_a_stranger(tmp_path, monkeypatch):
+    """Neither by an optional import nor in the place of a package without `__init__`."""
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    (mine / "alg").mkdir(parents=True)
+    theirs.mkdir()
+    (theirs / "opt_of_theirs.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
+    (theirs / "alg.py").write_text("import opt_of_theirs")
+    code = "try:\n    import opt_of_theirs\nexcept ImportError: ...\n"
+    code += "from pipeline.algorithms.sft import SFT as Base\nclass Mine(Base): ...\n"
+    (mine / "trusted_algorithm.py").write_text(code)
+    monkeypatch.setenv(VARIABLE, str(mine))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for path in ("trusted_algorithm.Mine", "alg.Mine"):
+        reading.inspect("tiny_sft", [f"algorithm={path}", f"module_folders=[{theirs},{mine}]"])
+    del ALGORITHMS["trusted_algorithm"]
+    user_algorithm._paths.clear()
+    assert not (tmp_path / "mark").exists()
+    assert may_import("trusted_algorithm.Mine", [str(theirs), str(mine)]) == [str(mine)]
+    assert may_import("opt_of_theirs.Mine", [str(theirs), str(mine)]) is None
 
 
 # ---- what the source shows ---------------------------------------------------------------------------------------------------
