@@ -2,7 +2,7 @@
 
 The service runs as the user who starts it, and this user owns the runs that it submits. Unless its settings have `writable:
 true`, it only reads. launch/serving/README.md describes the settings, the roles and the requests. Needs `pip install
-'hetstep[serve]'`.
+'.[serve]'`.
 
 Ends at Ctrl-C or SIGTERM, after the current requests, which have END_S seconds. Exit status: 2 if the command line or the
 settings have an error.
@@ -55,7 +55,7 @@ def execute(request: ServeRequest) -> int:
         return 0
     assert request.settings is not None, "checked by `problems`"
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        message = f"the package {missing[0]} is not installed. Try pip install 'hetstep[serve]'"
+        message = f"the package {missing[0]} is not installed. Try pip install '.[serve]'"
         raise RecipeError(Problem("settings", "not-installed", message))
     config = settings.load(request.settings)
     settings.refuse_unusable_address(config)

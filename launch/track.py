@@ -94,7 +94,7 @@ def _send(name: str, recipe: Recipe, run_dir: Path) -> int:
     except ModuleNotFoundError as error:
         if error.name != TRACKERS[name].package:
             raise
-        what = f"the package {error.name} is not installed. Try pip install 'hetstep[{error.name}]'"
+        what = f"the package {error.name} is not installed. Try pip install '.[{error.name}]'"
         raise RecipeError(Problem("trackers", "not-installed", what)) from None
     except Exception as error:  # of a library, a server or the network, whatever its type
         print(f"{feed.title}: {brief(error)}; it has {_what(feed)}", file=sys.stderr)

@@ -48,24 +48,24 @@ def _needs(recipe: Recipe) -> Iterator[tuple[str, str, str, tuple[ComponentConfi
     """Yield (key, package, message if it is missing, components that import it)."""
     trainers = (recipe.cluster.train, recipe.cluster.reward) if serves_rewards(recipe) else (recipe.cluster.train,)
     if recipe.checkpointing.encryption.enabled:
-        message = "got true, but cryptography is not installed. Try pip install 'hetstep[encryption]'"
+        message = "got true, but cryptography is not installed. Try pip install '.[encryption]'"
         writer = recipe.cluster.train if trains(recipe) else recipe.cluster.generate
         yield "checkpointing.encryption.enabled", "cryptography", message, (writer,)
     for name, environment in recipe.env.items():
         for scorer in scorers(name, environment):
             if scorer.kind in KINDS and (package := kind_class(scorer.kind).package):
-                message = f"got {scorer.kind}, but {package} is not installed. Try pip install 'hetstep[{scorer.kind}]'"
+                message = f"got {scorer.kind}, but {package} is not installed. Try pip install '.[{scorer.kind}]'"
                 yield scorer.key, package, message, (recipe.cluster.generate,)
     if not trains(recipe):
         return
     tracking = extras.find("tracking")
     for name in tracking.enabled_trackers(recipe) if tracking else ():
         package = TRACKERS[name].package
-        message = f"got true, but {package} is not installed. Try pip install 'hetstep[{package}]', or false"
+        message = f"got true, but {package} is not installed. Try pip install '.[{package}]', or false"
         yield f"logger.{name}_enabled", package, message, (recipe.cluster.train,)  # launch/track.py can send the run later
     key, dtensor = "policy.dtensor_cfg", recipe.policy.dtensor_cfg
     if dtensor.use_liger_kernel and not uses_megatron(recipe.policy):
-        hint = f"Try pip install 'hetstep[liger]', or {key}.use_liger_kernel=false"
+        hint = f"Try pip install '.[liger]', or {key}.use_liger_kernel=false"
         yield f"{key}.use_liger_kernel", "liger_kernel", f"got true, but liger_kernel is not installed. {hint}", trainers
     if dtensor.flash_attention == 3 and not uses_megatron(recipe.policy):
         message = "got 3, but flash_attn_interface, FlashAttention-3's package, is not installed. Try 2"
@@ -84,7 +84,7 @@ def _harness(recipe: Recipe) -> Iterator[Problem]:
     except importlib.metadata.PackageNotFoundError:
         installed = "none"
     if installed != HARNESS_VERSION:
-        message = f"got {installed}; expected the package {HARNESS} {HARNESS_VERSION}. Try pip install 'hetstep[{HARNESS}]'"
+        message = f"got {installed}; expected the package {HARNESS} {HARNESS_VERSION}. Try pip install '.[{HARNESS}]'"
         yield Problem(keys[0], "not-installed", message)
 
 

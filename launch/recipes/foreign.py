@@ -134,6 +134,8 @@ def read(path: Path, arguments: Sequence[str]) -> Layers | None:
     if not source.is_yaml:
         kinds = ", ".join(form.description for form in FORMATS)
         message = f"got {path}; expected a .yaml recipe of Hetstep, or one of: {kinds}"
+        if path.suffix == ".py" or ".py" in source.text:
+            message += ". A Python program is not read. Try a YAML file with its arguments, as of `trl grpo --config FILE`"
         raise RecipeError(Problem("recipe", "bad-format", message))
     return None
 

@@ -112,5 +112,5 @@ def _packaged(package: str, file: str) -> FileResponse:
     found = importlib.util.find_spec(package)
     path = Path(found.origin).parent / file if found and found.origin else None
     if path is None or not path.is_file():
-        raise AccessError(404, "not-installed", f"the package {package} is not installed. Try pip install 'hetstep[serve]'")
+        raise AccessError(404, "not-installed", f"the package {package} is not installed. Try pip install '.[serve]'")
     return FileResponse(path, headers={"Cache-Control": "max-age=3600"})

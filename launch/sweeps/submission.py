@@ -40,7 +40,7 @@ from pipeline.config import Problem, RecipeError, collected, refuse
 POLL_S = {"local": 0.5, "slurm": 5.0}
 """Executor -> seconds between two checks of the jobs."""
 PACKAGES = {"optuna": "5."}  # and the start of the version whose interface and files are known
-INSTALL = "pip install 'hetstep[search]'"
+INSTALL = "pip install '.[search]'"
 MOST_PLANS = 4
 """Maximum number of corners that are planned. In a larger space, the lowest and the highest corner are."""
 BUDGET = "search.budget_gpu_hours"

@@ -171,7 +171,7 @@ class TaskConfig:
 
 @dataclass
 class LmEvalConfig:
-    """Tasks of lm-evaluation-harness (`pip install 'hetstep[lm_eval]'`), with the engines as their model."""
+    """Tasks of lm-evaluation-harness (`pip install '.[lm_eval]'`), with the engines as their model."""
 
     tasks: list[Text] = field(default_factory=list)
     """Tasks and groups of lm-evaluation-harness, such as mmlu; * stands for any text."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 from pipeline.algorithms import ALGORITHMS, ONLINE, PAIRED
 from pipeline.algorithms.evaluate import TaskDataConfig
-from pipeline.config.schema import DataConfig, DatasetConfig, Recipe, generates, only_evaluates
+from pipeline.config.schema import CurriculumConfig, DataConfig, DatasetConfig, Recipe, generates, only_evaluates
 from pipeline.recipe.problems import Problem
 
 GENERATED_DATASETS = {
@@ -153,6 +153,9 @@ def check_data(recipe: Recipe) -> Iterator[Problem]:
         prefix = f"data.datasets.{processed}" if data.datasets else "data.train"
         text = f"got true with {prefix}.processor, which may make several prompts of a record; expected one of the two"
         yield Problem(f"{key}.enabled", "contradiction", text)
+    if curriculum != CurriculumConfig() and not curriculum.enabled:
+        text = f"got false, so that the other keys of {key} have no effect. Try {key}.enabled=true"
+        yield Problem(f"{key}.enabled", "has-no-effect", text)
     if curriculum.enabled and curriculum.hard >= curriculum.easy:
         text = f"got {curriculum.hard}; expected below {key}.easy, {curriculum.easy}"
         yield Problem(f"{key}.hard", "too-large", text)

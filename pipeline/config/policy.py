@@ -103,7 +103,7 @@ class DTensorConfig:
     reference is the model without them and takes no extra memory."""
     use_liger_kernel: Bool = False
     """Replace transformers' norms, rotary embeddings and MLPs by Liger's kernels. Needs GPUs and `pip install
-    'hetstep[liger]'`."""
+    '.[liger]'`."""
     flash_attention: Annotated[Int | None, Field(ge=2, le=3)] = None
     """Attention kernels. 2: PyTorch's. 3: FlashAttention-3, which needs Hopper GPUs and the package flash_attn_interface. null:
     3 if it is available and policy.deterministic is false, else 2."""

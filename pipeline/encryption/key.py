@@ -35,7 +35,7 @@ def ciphers():
     try:
         from pipeline.encryption import ciphers as module  # an optional package
     except ModuleNotFoundError:
-        message = "needs the package cryptography, which is not installed. Try `pip install hetstep[encryption]`"
+        message = "needs the package cryptography, which is not installed. Try `pip install '.[encryption]'`"
         raise RecipeError(Problem(SECTION, "not-installed", message)) from None
     return module
 

@@ -152,7 +152,7 @@ class BuiltinEnvironment(Configurable, Environment):
     checked_at_start: ClassVar[int] = 20_000
     """Number of a data set's expected answers that `check_answer` checks before the run. It checks the others when used."""
     package: ClassVar[str] = ""
-    """Name of an optional package that it imports; "" if there is none. `pip install 'hetstep[KIND]'` installs it."""
+    """Name of an optional package that it imports; "" if there is none. `pip install '.[KIND]'` installs it."""
     is_final: ClassVar[bool] = True
     """True if this environment can judge final answers for another environment, such as one with tools."""
 

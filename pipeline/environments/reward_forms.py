@@ -38,6 +38,8 @@ Parameters = Mapping[str, inspect.Parameter]
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments of TRL's form that are no columns."""
+PROMPT, NAMES_OF_ANSWERS = "prompt", ("answer", "completion", "response", "solution", "output")
+"""Names of our form's first parameter, and names that it cannot have: it gets the prompt."""
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns that TRL passes to no reward function."""
 OF_VERL, EXTRA = ("solution_str",), "extra_info"
@@ -86,6 +88,7 @@ class RewardForm:
         """Recognize the form. parameters: None if the function has no signature, as some of C have none."""
         self.name: FormName = _form_name(parameters)
         self.parameters: Parameters = {} if parameters is None else parameters
+        self.has_signature = parameters is not None
         kinds = {parameter.kind for parameter in self.parameters.values()}
         self.takes_any = parameters is None or inspect.Parameter.VAR_KEYWORD in kinds
         positional = [parameter for parameter in self.parameters.values() if parameter.kind in POSITIONAL]
@@ -109,9 +112,12 @@ class RewardForm:
         given = f"got parameters ({', '.join(self.parameters)})"
         if "solution_strs" in self.parameters:
             return f"{given}, verl's form of many answers; expected its form of one: (data_source, solution_str, ground_truth)"
-        if self.name == "ours" and self.parameters:
+        if self.name == "ours" and self.has_signature:
             if sum(kind in POSITIONAL for kind in kinds) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
                 return f"{given}; {EXPECTED}"
+            first, *others = [*self.own, ""]
+            if first in NAMES_OF_ANSWERS or PROMPT in others:
+                return f"{given}, of which the first gets the prompt and the second the answer; {EXPECTED}"
         elif inspect.Parameter.POSITIONAL_ONLY in kinds:
             return f"{given}, of which some have no name for the caller; expected names, as {self.name} form passes them"
         if self.name == "TRL's" and "environments" in self.required:

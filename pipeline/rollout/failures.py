@@ -28,6 +28,7 @@ class FailureMonitor:
         self._consecutive = 0  # groups that have failed completely since the last other group
         self._can_judge: set[str] = set()  # environments that have judged an answer
         self._broken: dict[str, int] = {}  # groups that broke each of the other environments
+        self._broke: set[str] = set()  # environments that an answer has broken, which is told once
 
     def record(self, group: RolloutGroup) -> None:
         """Count and log the failures of a group.
@@ -59,6 +60,10 @@ class FailureMonitor:
         if any(not rollout.failure and not rollout.broke for rollout in rollouts):
             self._can_judge.add(name)
         causes = [rollout.broke for rollout in rollouts if rollout.broke]
+        if causes and name not in self._broke:
+            self._broke.add(name)
+            count = f"{len(causes)} of {len(rollouts)} answers broke the environment and count as wrong"
+            logger.warning(f"{_location(group)}: {count}: {causes[0]}. Later ones are in rollouts/ (broke_judge)")
         if not causes or name in self._can_judge:
             return
         self._broken[name] = self._broken.get(name, 0) + 1

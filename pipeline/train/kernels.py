@@ -63,7 +63,7 @@ def _liger(hf: PreTrainedModel) -> None:
     """
     key = "use_liger_kernel"
     if importlib.util.find_spec("liger_kernel") is None:
-        message = "got true, but liger_kernel is not installed. Try pip install 'hetstep[liger]', or false"
+        message = "got true, but liger_kernel is not installed. Try pip install '.[liger]', or false"
         raise _problem(key, "not-installed", message)
     # An optional package: the check above comes first.
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # pyright: ignore[reportMissingImports]

@@ -26,7 +26,11 @@ def stream(folder, sets=1, **settings):
         "algorithm": "grpo",
         "policy": {"model_name": str(RECIPES / "tiny"), "max_total_sequence_length": 64},
         "env": {"sums": {"kind": "exact_match"}},
-        "data": {**data, "apply_chat_template": False, "curriculum": SETTINGS | settings},
+        "data": {
+            **data,
+            "apply_chat_template": False,
+            "curriculum": SETTINGS | settings if settings.get("enabled", True) else {},
+        },
     }
     recipe = complete(values)
     return build_streams(recipe, load_tokenizer(recipe.policy.tokenizer))[0]
@@ -87,6 +91,13 @@ def test_a_state_without_a_curriculum_continues(tmp_path):
     prompts.load_state_dict(plain.state_dict())
     assert [prompt.index for prompt in prompts.take(2)] == [13, 14]
     assert prompts.metrics == {"curriculum/easy": 0.0, "curriculum/hard": 0.0, "curriculum/passed_over": 0.0}
+
+
+def test_a_run_with_a_curriculum_does_not_continue_without(tmp_path):
+    prompts = stream(tmp_path)
+    prompts.take(3)
+    with refused(("data.curriculum.enabled", "run-exists")):
+        stream(tmp_path, enabled=False).load_state_dict(prompts.state_dict())
 
 
 def test_when_every_record_is_easy_the_stream_goes_on(tmp_path, caplog):

@@ -28,7 +28,9 @@ SCRIPTS: Mapping[str, Mapping[str, Any]] = FACTS["scripts"]
 
 REFUSED = {  # script -> what it asks for that we do not have
     "dppo_trainer/run_qwen3_30b_a3b_megatron.sh": {"DPPO's trust region"},
-    "gdpo_trainer/run_qwen3_8b_fsdp.sh": {"several rewards of one answer"},
+    "gdpo_trainer/run_qwen3_8b_fsdp.sh": {
+        "GDPO of the keys of one function's result; grpo.adv_estimator.name=gdpo takes several env.NAME.rewards"
+    },
     "gmpo_trainer/run_qwen3_8b_fsdp.sh": {"GMPO's geometric mean of ratios"},
     "gpg_trainer/run_qwen3_8b_fsdp.sh": {"GPG's advantages", "GPG's loss"},
     "mtp_trainer/run_mimo_7b_mtp_megatron.sh": {"multi-token prediction"},

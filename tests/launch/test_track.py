@@ -35,7 +35,7 @@ def without_packages(monkeypatch):
 def test_a_tracker_whose_package_is_missing_is_refused_before_submission(name, without_packages):
     key = f"logger.{name}_enabled"
     (problem,) = installed.problems(config.load("tiny_grpo", [f"{key}=true"]))
-    assert (problem.key, problem.code) == (key, "not-installed") and f"pip install 'hetstep[{name}]'" in problem.message
+    assert (problem.key, problem.code) == (key, "not-installed") and f"pip install '.[{name}]'" in problem.message
     assert list(installed.problems(config.load("tiny_grpo", [f"{key}=false"]))) == []
 
 

@@ -1,6 +1,6 @@
 """Real trackers of a run that was killed three times: each step once, with the values of metrics.jsonl, under one run.
 
-Each package is an extra, so its tests run where it is installed: `pip install 'hetstep[wandb,mlflow,trackio]'`.
+Each package is an extra, so its tests run where it is installed: `pip install '.[wandb,mlflow,trackio]'`.
 """
 
 import importlib

@@ -70,7 +70,7 @@ def _arguments(source: ForeignSource) -> tuple[list[tuple[str, ConfigNode]], lis
         key, equals, value = word.partition("=")
         if equals and re.fullmatch(r"\w+", key) and not source.is_yaml and shell_script.mentions(source.text, key):
             variables[key] = value
-        elif equals and not word.startswith("-") and foreign_tree.is_our_key(key):
+        elif equals and not word.startswith("-") and (foreign_tree.is_our_key(key) or re.fullmatch(r"\w+(\.\w+)+", key)):
             ours += config_tree.parse_overrides([word])
         elif equals and re.fullmatch(r"\w+", key) and not flags:
             flags.append(f"--{word}")

@@ -156,7 +156,7 @@ def _environment(t: Translator, ours: Mapping[str, Any]) -> str | None:
     _shape(t, [weight for function, weight in rewards if function == SHAPING])
     scored = [(_function(t, function), weight) for function, weight in rewards if function != SHAPING]
     if not scored:
-        text = "got no function that scores answers, since the script chooses it; expected one"
+        text = "got no function that scores answers; expected one"
         t.problem("reward_funcs", "missing-value", f"{text}. Try --reward_funcs my_module.reward, or env.reward.kind=math")
     elif len(scored) == 1 and scored[0][1] == 1.0:
         t.put(f"env.{ENVIRONMENT}.kind", scored[0][0], "reward_funcs")
@@ -176,7 +176,11 @@ def _function(t: Translator, name: str) -> str:
         else:
             t.change(f"reward_funcs: {name}", f"{FUNCTIONS[name]} is called, so that the generate image needs TRL")
         return FUNCTIONS[name]
-    if "." not in name:
+    if "/" in name and ".py" not in name:
+        t.lacks(
+            "reward_funcs", name, "a reward model among the functions", "env.NAME.kind=reward_model with env.NAME.model_name"
+        )
+    elif "." not in name:
         known = ", ".join(name for name in FUNCTIONS if "_" in name)
         t.problem(
             "reward_funcs", "not-a-choice", f"got {name}; expected a dotted path such as my_module.reward, or one of: {known}"

@@ -26,7 +26,7 @@ LACKING = {
     "remax": "ReMax, whose baseline is the reward of a greedy answer",
     "opo": "OPO, whose baseline weighs answers by their lengths",
     "gpg": "GPG's advantages",
-    "gdpo": "several rewards of one answer",
+    "gdpo": "GDPO of the keys of one function's result; grpo.adv_estimator.name=gdpo takes several env.NAME.rewards",
     "grpo_passk": "GRPO's pass@k advantages",
     "optimal_token_baseline": "a baseline for each token",
     "tir_optimal_token_baseline": "a baseline for each token",

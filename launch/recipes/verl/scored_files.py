@@ -187,6 +187,8 @@ def _custom_score(t: Translator) -> SourceScore | None:
             return None
         name = f"{file.stem}.{t.get(f'{key}.name') or 'compute_score'}"
         t.put("env.reward.kind", name, f"{key}.path")
+        if isinstance(arguments := t.consume(f"{key}.reward_kwargs"), dict) and arguments:
+            t.put("env.reward.kwargs", arguments, f"{key}.reward_kwargs")
         t.put("module_folders", [str(file.parent)], f"{key}.path")
         return SourceScore("reward", {"kind": name}, "")
     manager_key = next((key for key in ("reward_model.reward_manager", "reward.reward_manager.name") if t.get(key)), "")

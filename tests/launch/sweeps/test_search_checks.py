@@ -155,7 +155,7 @@ def test_a_missing_optuna_is_named_with_the_command(monkeypatch):
     versions = {"optuna": "4.1.0", "cmaes": "0.13"}
     monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
     (found,) = submission.package_problems(SearchConfig())
-    assert found.code == "not-installed" and "got 4.1.0" in found.message and "pip install 'hetstep[search]'" in found.message
+    assert found.code == "not-installed" and "got 4.1.0" in found.message and "pip install '.[search]'" in found.message
     versions["optuna"] = "5.0.1"
     assert not [*submission.package_problems(SearchConfig(sampler="cmaes"))]
 
