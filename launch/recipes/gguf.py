@@ -7,7 +7,6 @@ this folder.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -26,6 +25,7 @@ from pipeline.recipe.values import leaves
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
+CONVERSION_S = 3600.0  # limit of a conversion
 NAMES = (".model_name", ".tokenizer.name")
 """Ends of the keys that name a model or a tokenizer."""
 
@@ -94,9 +94,16 @@ def _convert_in_process(key: str, path: Path, folder: Path) -> None:
         target = Path(scratch) / "checkpoint"
         command = [sys.executable, "-m", "pipeline.models.dequantize", str(path.resolve()), str(target)]
         root = Path(__file__).resolve().parents[2]
-        ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        try:
+            ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=CONVERSION_S)
+        except subprocess.TimeoutExpired:
+            message = f"got {path}, whose conversion takes more than {CONVERSION_S:g} s. Try a checkpoint of Hugging Face"
+            raise RecipeError(Problem(key, "unavailable-model", message)) from None
         if ended.returncode:
             last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
             raise RecipeError(Problem(key, "bad-format", f"got {path}, which transformers cannot convert: {last}"))
-        with contextlib.suppress(OSError):  # another process has made the folder meanwhile
+        try:
             target.rename(folder)
+        except OSError as error:
+            if not folder.is_dir():  # otherwise another process has made it meanwhile
+                raise RecipeError(Problem(key, "unreadable", f"{folder} cannot be made: {error.strerror}")) from None

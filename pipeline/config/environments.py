@@ -132,7 +132,7 @@ Environments = Mapping[str, EnvironmentConfig]
 
 @dataclass(frozen=True)
 class AnswerScorer:
-    """What scores answers in an environment: the environment's kind, or one of its `rewards`."""
+    """Names a scorer of an environment's answers: the environment's kind, or one of its `rewards`."""
 
     key: str  # of its kind: env.NAME.kind, or env.NAME.rewards[0].fn
     kind: str

@@ -17,7 +17,7 @@ from pipeline.environments.rewards import FunctionReward, RewardFunction
 
 METHODS = ("reset", "step", "close")
 Role = Literal["environment", "reward"]
-"""Whether code is named by `kind`, or by `fn` of an entry of `rewards`."""
+"""The key that names the code: `kind`, or `fn` of an entry of `rewards`."""
 
 
 def build(path: str, loaded: Any, kwargs: dict[str, Any], timeout_s: float) -> Environment:

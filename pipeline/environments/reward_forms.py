@@ -62,7 +62,7 @@ class TrainerState:
 
 @dataclass
 class Score:
-    """What a reward function says of one answer."""
+    """Holds the result of a reward function for one answer."""
 
     value: float | None = None  # None: the function does not apply to the answer
     metrics: dict[str, float] = field(default_factory=dict)

@@ -207,7 +207,7 @@ Line = Annotated[Text, Check(_line_error)]
 Word = Annotated[Line, Check(_word_error)]  # `scontrol show job` separates its fields by blanks
 Folder = Annotated[Line, Check(_folder_error)]
 DottedPath = Annotated[Line, Check(lambda path: not_a_kind(path, (), "a dotted path, such as my_module.my_function"))]
-"""Of user code."""
+"""The dotted path of user code."""
 Duration = Annotated[Text, Check(_duration_error)]
 Variables = dict[Annotated[str, Check(_variable_error)], Annotated[Text, Check(_value_error)]]
 """Environment variables of ranks, whose values may be secrets. `env_vars` among the kwargs of a user's code may be anything."""

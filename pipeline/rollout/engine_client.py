@@ -114,7 +114,7 @@ class SamplingOptions(TypedDict, total=False):
 Reply = str | dict[str, Any] | np.ndarray | Sequence[int]
 """An observation: a message of the user, a message {"role", "content"}, or tokens."""
 Context = Prompt | DrawnTurn | Reply | Sequence[dict[str, Any]]
-"""What to draw a turn after: the prompt, a drawn turn, or a new conversation (messages, a text, or tokens)."""
+"""The conversation before a turn: the prompt, a drawn turn, or a new conversation (messages, a text, or tokens)."""
 RolloutFunction = Callable[["EngineClient", Prompt, int], Coroutine[Any, Any, list[DrawnTurn]]]
 
 

@@ -34,7 +34,7 @@ PROJECTS: dict[str, Callable[[Path], list[verl_scripts.Published]]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the reader and the plan say of a published recipe."""
+    """Holds the results of the reader and the plan for a published recipe."""
 
     name: str
     problems: tuple[Problem, ...]

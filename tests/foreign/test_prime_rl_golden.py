@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,6 @@ def expected(golden: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def value(recipe: Recipe, key: str) -> Any:
-    found: Any = recipe
-    for part in key.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def read(tmp_path: Path, text: str, *arguments: str) -> Recipe:
     path = tmp_path / "rl.toml"
     path.write_text(text)
@@ -107,7 +101,7 @@ def read(tmp_path: Path, text: str, *arguments: str) -> Recipe:
 def test_a_published_file(tmp_path: Path, name: str) -> None:
     recipe = read(tmp_path, GOLDEN[name]["text"])
     meant = expected(GOLDEN[name]["values"])
-    assert {key: value(recipe, key) for key in meant} == meant
+    assert {key: attrgetter(key)(recipe) for key in meant} == meant
 
 
 def rate(step: int, kind: str, warm_up: int, decay: int, least: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,6 @@ def expected(trl: dict[str, Any], processes: int) -> dict[str, Any]:
     return found
 
 
-def value(recipe: Recipe, key: str) -> Any:
-    found: Any = recipe
-    for part in key.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def read(tmp_path: Path, command: str, *arguments: str) -> Recipe:
     path = tmp_path / "run.sh"
     path.write_text(command)
@@ -101,7 +95,7 @@ def test_a_published_command(tmp_path: Path, name: str) -> None:
     arguments = arguments if numbers["values"]["trainer"] in ("grpo", "rloo") else []
     recipe = read(tmp_path, numbers["command"], *arguments)
     meant = expected(numbers["values"], numbers["processes"])
-    assert {key: value(recipe, key) for key in meant} == meant
+    assert {key: attrgetter(key)(recipe) for key in meant} == meant
 
 
 @pytest.mark.parametrize("name", NUMBERS)

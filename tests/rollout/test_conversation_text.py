@@ -1,4 +1,4 @@
-"""What a rollout function says to the policy is rendered as prompts and observations are."""
+"""A rollout function's messages to the policy are rendered as prompts and observations are."""
 
 import numpy as np
 import pytest

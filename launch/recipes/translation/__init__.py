@@ -6,6 +6,7 @@
     leaf_types      checks that values have the types of the project's defaults
     long_options    `--name value`, as transformers' HfArgumentParser reads it
     record_counts   counts the records of a data set that is on this machine
+    tracker_keys    translates a list of trackers
     shell_script    finds the arguments of a script's command without running it
     shell_grammar, shell_nodes, shell_conditions
                     parse a script; its commands and words; tests, patterns and arithmetic

@@ -20,7 +20,7 @@ Status = bool | int
 
 
 class ScriptState(Protocol):
-    """What a test needs of the script that runs it."""
+    """Provides what a test needs of the script that runs it."""
 
     def lookup(self, name: str) -> str | None:
         """Return the value of a variable; None if it is not set."""

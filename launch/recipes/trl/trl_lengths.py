@@ -11,10 +11,10 @@ from typing import Any
 
 from launch.recipes.translation import record_counts
 from launch.recipes.translation.rules import Changed, Ignored, Only, apply
+from launch.recipes.translation.tracker_keys import put_trackers
 from launch.recipes.translation.translator import Translator
 from pipeline.algorithms.sections import UNBOUNDED
 
-TRACKERS = ("wandb", "mlflow", "trackio")
 """TRL's trackers that are ours too."""
 SHARDING = "FSDP2 shards weights, gradients and the optimizer's state, whatever library does so for TRL"
 RULES = (
@@ -194,13 +194,7 @@ def _checkpoints(t: Translator, algorithm: str, steps: int | None, updates: int)
 
 
 def _trackers(t: Translator) -> None:
-    names: Any = t.get("report_to")
-    names = names if isinstance(names, list) else [names]
-    for name in names:
-        if name in TRACKERS:
-            t.put(f"logger.{name}_enabled", True, "report_to")
-        elif name not in ("none", "tensorboard", None, "all"):
-            t.ignore(f"report_to: {name}", "is not a tracker here; metrics.jsonl and TensorBoard's events are written")
+    names = put_trackers(t, "report_to", ("none", "tensorboard", None, "all"))
     project = t.get("wandb_project") or t.get("project")
     if "wandb" in names:
         t.put("logger.wandb.project", project, "project")

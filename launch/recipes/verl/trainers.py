@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from launch.recipes.translation.rules import Changed, Done, Ignored, Only, apply
+from launch.recipes.translation.tracker_keys import put_trackers
 from launch.recipes.translation.translator import Translator
 from launch.recipes.verl import scored_files
 from launch.recipes.verl.verl_defaults import ACTOR, REF, ROLLOUT
 from pipeline.algorithms.sections import UNBOUNDED
 
-TRACKERS = ("wandb", "mlflow", "trackio")
 """verl's trackers that are ours too."""
 ASYNCHRONOUS = "asynchronous training by verl's keys"
 CHECKPOINT = "a checkpoint has the model, the optimizer and the position in the data"
@@ -119,13 +119,7 @@ def _period(t: Translator, key: str) -> int | None:
 
 
 def _trackers(t: Translator) -> None:
-    names: Any = t.get("trainer.logger")
-    names = names if isinstance(names, list) else [names]
-    for name in names:
-        if name in TRACKERS:
-            t.put(f"logger.{name}_enabled", True, "trainer.logger")
-        elif name not in ("console", "tensorboard", "file", None):
-            t.ignore(f"trainer.logger: {name}", "is not a tracker here; metrics.jsonl and TensorBoard's events are written")
+    names = put_trackers(t, "trainer.logger", ("console", "tensorboard", "file", None))
     project, run = t.get("trainer.project_name"), t.get("trainer.experiment_name")
     if "wandb" in names:
         t.put("logger.wandb.project", project, "trainer.project_name")
