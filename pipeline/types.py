@@ -29,6 +29,10 @@ Head = Literal["logprobs", "values"]
 """A model's head: log-probabilities over the vocabulary, or one value per token (a critic, a reward model)."""
 
 
+NO_EXPERT = -1
+"""Number of an expert that no engine recorded: the router of the trained model chooses."""
+
+
 LARGEST_REWARD = 1e15
 """Rewards and scores are at most this far from 0, so that sums of their squares over a batch are finite in float32."""
 REWARDS = f"a number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
@@ -85,6 +89,7 @@ class Request:
     tokens: np.ndarray  # [P] int32, the prompt
     seed: int  # in [0, 2**63)
     sampling: Sampling
+    routed: int = 0  # leading tokens whose experts the engine need not return, see Completion.experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,11 @@ class Completion:
     spans: tuple[VersionSpan, ...]  # in order; their tokens add up to C
     finish: str  # "stop": ended by a stop token or a stop string; "length": truncated
     stop: str = ""  # the stop string that the last token completes; "" if none. What is judged is the text before it
+    experts: np.ndarray | None = None
+    """[N, E, K] of integers: the K experts that each of the E layers with experts chose for the N tokens before the last.
+
+    Recorded with policy.router_replay, except for requests that were cut. The last token was never an input.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +236,7 @@ class Sample:
     advantages: np.ndarray  # [L] float32; 0 where the mask is False
     reward: float = 0.0  # the rollout's; of the chosen answer of a pair, its margin over the rejected one, which comes next
     teacher: str = ""  # the name of the one of several teachers that scores it
+    experts: np.ndarray | None = None  # [L, E, K] int16: see Completion.experts; NO_EXPERT where none are recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +335,7 @@ class PackedBatch:
     teacher: TopK | None = None  # the teacher's most likely tokens
     teacher_logprobs: torch.Tensor | None = None  # [T] float32, by the sample's teacher
     teachers: tuple[str, ...] = ()  # [S] the names of the samples' teachers, see Sample.teacher
+    experts: torch.Tensor | None = None  # [T, E, K] int32, see Sample.experts; the policy's routers choose them
 
 
 # The bins of a `_histogram` metric, over log x: 20 per decade of |log x|, and one around 0, for x equal to 1 up to rounding.

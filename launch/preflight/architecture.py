@@ -32,7 +32,12 @@ from pipeline.config import (
     uses_megatron,
 )
 from pipeline.models import frozen_names, rope
-from pipeline.models.backend_support import check_attention, check_fsdp, check_megatron_attention
+from pipeline.models.backend_support import (
+    check_attention,
+    check_fsdp,
+    check_megatron_attention,
+    check_router_replay,
+)
 from pipeline.models.mixers import has_states
 from pipeline.models.mxfp4 import is_mxfp4
 from pipeline.models.shape import ModelShape
@@ -170,6 +175,7 @@ def is_described(recipe: Recipe) -> bool:
 
 def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool) -> Iterator[Problem]:
     """Yield a problem for attention or parallelism that the train backend does not support with this model."""
+    yield from problems_of(lambda: check_router_replay(model, policy))
     if not uses_megatron(policy):
         yield from problems_of(lambda: check_fsdp(model, policy.dtensor_cfg))
         if described:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pipeline.algorithms.sections import RewardedConfig, RewardScalingConfig, RewardShapingConfig
-from pipeline.types import Prompt, Rollout, RolloutGroup, Sample
+from pipeline.types import NO_EXPERT, Prompt, Rollout, RolloutGroup, Sample
 
 ROUNDING = 1e-5  # relative; float32 rewards of one answer in different batches differ by less
 GROUP_EPSILON = 1e-6  # keeps a group's division finite, as in NeMo-RL
@@ -112,7 +112,21 @@ def make_sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: floa
             mask[span], logprobs[span], advantages[span] = True, turn.completion.logprobs, advantage
         at += len(sampled) + len(observed)
         tokens[at - len(observed) : at] = observed
-    return Sample(tokens, mask, logprobs, advantages, 0.0 if rollout.failure else float(reward))
+    experts = _experts(rollout, len(prompt.tokens), length)
+    return Sample(tokens, mask, logprobs, advantages, 0.0 if rollout.failure else float(reward), experts=experts)
+
+
+def _experts(rollout: Rollout, prompt: int, length: int) -> np.ndarray | None:
+    """Return the experts that the engine recorded for each of `length` tokens, see Sample.experts; None without records."""
+    experts, at = None, prompt
+    for turn in rollout.turns:
+        at += len(turn.completion.tokens)
+        if (rows := turn.completion.experts) is not None:
+            if experts is None:
+                experts = np.full((length, *rows.shape[1:]), NO_EXPERT, np.int16)
+            experts[at - 1 - len(rows) : at - 1] = rows
+        at += len(turn.observation)
+    return experts
 
 
 # ---- advantages of the answers to one prompt -----------------------------------------------------------------------------

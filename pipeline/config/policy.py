@@ -150,6 +150,16 @@ class OptimizerConfig:
 
 
 @dataclass
+class RouterReplayConfig:
+    """Router replay (R3, arXiv 2510.11370) for mixtures of experts that learn from an engine's answers."""
+
+    enabled: Bool = False
+    """Send each token to the experts that vLLM chose when it sampled, in the policy's log-probs and updates. Otherwise engine
+    and trainer, which round differently, choose other experts for some tokens. Weights of the experts still come from the
+    trained router; the reference model chooses for itself."""
+
+
+@dataclass
 class PolicyConfig:
     """The model that is trained."""
 
@@ -192,6 +202,7 @@ class PolicyConfig:
     scheduler: Annotated[Any, LIVE] = None
     """Learning-rate schedule: one {name, kwargs}, or, as in NeMo-RL, a list of them that ends with {milestones: [...]}. It
     advances once per step of the algorithm, however many optimizer updates a step has. null: a constant rate."""
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pipeline.types import PackedBatch, Sample
+from pipeline.types import NO_EXPERT, PackedBatch, Sample
 
 _EMPTY = Sample(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float32), np.zeros(1, np.float32))
 
@@ -92,7 +92,21 @@ def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
         wanted=trained & (positions > 0),
         prompts=_prompts(samples),
         teachers=tuple(sample.teacher for sample in samples),
+        experts=_experts(samples, device),
     )
+
+
+def _experts(samples: Sequence[Sample], device: torch.device | str) -> torch.Tensor | None:
+    """Return the experts of all tokens, see PackedBatch.experts; None if no sample has any."""
+    shapes = {sample.experts.shape[1:] for sample in samples if sample.experts is not None}
+    if not shapes:
+        return None
+    (shape,) = shapes  # of one model
+    rows = (
+        np.full((len(sample.tokens), *shape), NO_EXPERT, np.int16) if sample.experts is None else sample.experts
+        for sample in samples
+    )
+    return torch.from_numpy(np.concatenate(list(rows)).astype(np.int32)).to(device)
 
 
 def _prompts(samples: Sequence[Sample]) -> tuple[tuple[int, int], ...]:

@@ -73,6 +73,7 @@ from pipeline.generate.vllm_launcher import launcher_environment  # noqa: E402
 from pipeline.generate.vllm_layout import ModuleUnit, record  # noqa: E402
 from pipeline.generate.vllm_likelihood import likelihoods  # noqa: E402
 from pipeline.generate.vllm_readings import EngineReadings  # noqa: E402
+from pipeline.generate.vllm_routing import CPURecorder, RoutingRecorder, routing_arguments  # noqa: E402
 from pipeline.generate.vllm_sleep import SLEEP_ARGUMENTS, SleepMode  # noqa: E402
 from pipeline.generate.vllm_stop_strings import StopWatch  # noqa: E402
 from pipeline.generate.vllm_update import VLLMUpdate  # noqa: E402
@@ -128,6 +129,10 @@ class VLLMBackend(GenerateBackend):
         self._model, self._config = self._runner.get_model(), worker.vllm_config
         if current_platform.is_cpu() and policy.generation.vllm_cfg.pipeline_parallel_size > 1:
             _allocate_intermediate_tensors(self._runner)
+        self._routing: RoutingRecorder | None = None
+        if policy.router_replay.enabled:
+            cpu = current_platform.is_cpu()
+            self._routing = CPURecorder(self._model, self._runner) if cpu else RoutingRecorder(self._model)
         self._sleep = SleepMode(self._engine, self._model)
         self._adapters: VLLMAdapters | None = None
         if adapters:
@@ -174,6 +179,8 @@ class VLLMBackend(GenerateBackend):
             adapters = self._adapters.request if self._adapters else None
             added = self._engine.add_request(request.id, prompt, sampling, lora_request=adapters)
             self._stop_strings.watch(self._engine, added, request.sampling.stop)
+            if self._routing:
+                self._routing.watch(added, request)
 
     @override
     def step(self) -> list[Completion]:
@@ -299,6 +306,7 @@ class VLLMBackend(GenerateBackend):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
+            routed_experts_prompt_start=request.routed,
         )
 
     def _completion(self, output: Any) -> Completion:
@@ -312,6 +320,7 @@ class VLLMBackend(GenerateBackend):
             spans=_spans(drawn.weight_versions),
             finish=drawn.finish_reason,
             stop=drawn.stop_reason if isinstance(drawn.stop_reason, str) else "",
+            experts=self._routing.experts(output.request_id, drawn) if self._routing else None,
         )
 
 
@@ -366,6 +375,8 @@ def _arguments(
         arguments |= SLEEP_ARGUMENTS
     if vllm_cfg.precision == "fp8":
         arguments |= _fp8(vllm_cfg)
+    if policy.router_replay.enabled:
+        arguments |= routing_arguments()
     if adapters:
         arguments |= engine_arguments(adapters)
     arguments |= generation.vllm_kwargs

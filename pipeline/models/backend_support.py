@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline import models
-from pipeline.config import DTensorConfig, Problem, RecipeError
+from pipeline.config import DTensorConfig, PolicyConfig, Problem, RecipeError
 from pipeline.models.family import unsupported_model
 
 PACKED_LAYERS = {
@@ -25,12 +25,24 @@ def check_fsdp(config: Mapping[str, Any], dtensor: DTensorConfig) -> None:
         message = "got true for a model with latent attention, which tensor parallelism leaves whole; expected false"
         raise RecipeError(Problem("policy.dtensor_cfg.sequence_parallel", "unsupported", message))
     key, size = "policy.dtensor_cfg.expert_parallel_size", dtensor.expert_parallel_size
-    counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    count = next((count for count in counts if count), 0)
+    count = _experts(config)
     if size > 1 and not count:
         raise RecipeError(Problem(key, "too-large", f"got {size}; expected 1, since the model has no experts"))
     if count % size:
         raise RecipeError(Problem(key, "not-divisible", f"got {size}; expected a divisor of the model's {count} experts"))
+
+
+def check_router_replay(config: Mapping[str, Any], policy: PolicyConfig) -> None:
+    """Raise RecipeError if the recipe replays the routing of a model without experts."""
+    if policy.router_replay.enabled and not _experts(config):
+        message = "got true, but the model has no experts; expected false"
+        raise RecipeError(Problem("policy.router_replay.enabled", "has-no-effect", message))
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    """Return the number of experts of each mixture; 0 for a dense model."""
+    counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return next((count for count in counts if count), 0)
 
 
 def check_attention(config: Any) -> None:

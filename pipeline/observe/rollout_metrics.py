@@ -29,7 +29,8 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
     """Return the number of episodes without a score, and means over the episodes with one (NaN if there are none).
 
     The means are of the reward, the share of answers that broke the reward function, the length in sampled tokens, the number
-    of turns, the share of answers cut for length, and each metric of the environment. Each of several rewards, `reward/NAME`,
+    of turns, the share of answers cut for length, the share of tokens without recorded experts (with policy.router_replay), and
+    each metric of the environment. Each of several rewards, `reward/NAME`,
     also has its unbiased standard deviation, `reward_std/NAME`. An answer that broke the reward function has no metrics; it
     counts as 0 in `accuracy`.
     """
@@ -46,6 +47,10 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
         "broke_judge": _mean([float(bool(rollout.broke)) for rollout in judged]),
         "env_failures": float(sum(rollout.has_failed for rollout in rollouts)),
     }
+    completions = [turn.completion for rollout in judged for turn in rollout.turns]
+    if any(completion.experts is not None for completion in completions):
+        unrouted = sum(len(completion.tokens) for completion in completions if completion.experts is None)
+        values["unrouted_tokens"] = unrouted / sum(lengths)
     for name in sorted({name for rollout in judged for name in rollout.metrics}):
         values[name] = _mean(found := [rollout.metrics[name] for rollout in judged if name in rollout.metrics])
         if name.startswith(REWARD):

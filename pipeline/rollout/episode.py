@@ -79,7 +79,18 @@ class Episode:
         sampling, thinking = replace(self.work.sampling, thinking=None), self.work.sampling.thinking
         if thinking and self.is_thinking:
             sampling = replace(sampling, max_new_tokens=thinking.tokens, stop=(thinking.end,))
-        return [Request(self.request_id, self.tokens, seed, sampling)]
+        return [Request(self.request_id, self.tokens, seed, sampling, self._routed)]
+
+    @property
+    def _routed(self) -> int:
+        """Return the number of leading tokens whose experts the turns so far have."""
+        at, routed = len(self.prompt.tokens), 0
+        for turn in self.turns:
+            at += len(turn.completion.tokens)
+            if turn.completion.experts is not None:
+                routed = at - 1
+            at += len(turn.observation)
+        return routed
 
     def think(self, completion: Completion, max_length: int) -> bool:
         """Store a completion as a turn of thoughts if the policy's answer can begin after it, and return whether it can.

@@ -64,7 +64,8 @@ class FunctionEpisode(Episode):
                 work.seed, work.purpose, self.sample, work.sampling, work.max_turns, max_length, work.step
             )
             self.begun, prompt = True, self.prompt
-        completions, self.unsent = tuple((number, self.completions[number]) for number in self.unsent), []
+        unsent, self.unsent = self.unsent, []
+        completions = tuple((number, replace(self.completions[number], experts=None)) for number in unsent)
         return FunctionCall(self.id, str(self), self.prompt.environment, prompt, settings, completions, self.cut)
 
     @property

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from pipeline.train.sequence_bounds import Packing, rows_of_rank, sequence_order, to_device
-from pipeline.types import PackedBatch
+from pipeline.types import NO_EXPERT, PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class LocalBatch:
     predicting_rows: torch.Tensor  # [T] int64: the place of the prediction of token t, among the places of all ranks
     begins: torch.Tensor  # [T] bool: whether token t is the first of a sequence, which no row predicts
     head: HeadRows | None = None  # the rows of the head; None: all t rows, in places of the same number
+    experts: torch.Tensor | None = None  # [t, E, K] int32, see PackedBatch.experts; NO_EXPERT for padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,15 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: di
         predicting_rows=row_of[(real - 1).clamp(min=0)],
         begins=begins,
         head=head,
+        experts=None if batch.experts is None else _padded(batch.experts, real, starts[-1])[rows],
     )
+
+
+def _padded(experts: torch.Tensor, real: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the experts [T, E, K] in the rows `real` of [length, E, K]; NO_EXPERT in the others."""
+    padded = experts.new_full((length, *experts.shape[1:]), NO_EXPERT)
+    padded[real] = experts
+    return padded
 
 
 def padded_lengths(lengths: tuple[int, ...], ranks: int, multiple: int) -> tuple[int, ...]:

@@ -127,7 +127,8 @@ class FSDPBackend(TrainBackend):
             self._reshard()
             return outputs
         with torch.no_grad(), self._reference_model() as reference:
-            return [self._outputs(batch, reference, top_k=top_k, truncated=False) for batch in batches]
+            chosen_by_itself = (dataclasses.replace(batch, experts=None) for batch in batches)
+            return [self._outputs(batch, reference, top_k=top_k, truncated=False) for batch in chosen_by_itself]
 
     @override
     def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
@@ -191,7 +192,9 @@ class FSDPBackend(TrainBackend):
 
     def _outputs(self, batch: PackedBatch, model: PackedModel, top_k: int = 0, truncated: bool = True) -> Outputs:
         layout = self._layout
-        if model.shares_prompts and layout.context == layout.tokens_multiple == 1 and saved_tokens(batch):
+        # Answers of one prompt may have other recorded experts of its tokens.
+        shares = model.shares_prompts and batch.experts is None
+        if shares and layout.context == layout.tokens_multiple == 1 and saved_tokens(batch):
             return model(share(batch), top_k, truncated)
         local = localize(batch, layout.context, layout.context_rank, layout.tokens_multiple, self._context)
         return model(local, top_k, truncated)

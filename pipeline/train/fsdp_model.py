@@ -41,6 +41,7 @@ from pipeline.train.model_checks import check_model, derive_buffers, freeze_buff
 from pipeline.train.optimizer_trial import stand_ins, try_optimizer
 from pipeline.train.packed_attention import NAME
 from pipeline.train.recompute import recompute
+from pipeline.train.router_replay import RouterReplay
 from pipeline.train.sequence_resets import TensorRanks, decoder_layers, reset_sequences
 from pipeline.train.shards import local, local_box
 from pipeline.train.train_backend import ModelRole
@@ -64,9 +65,12 @@ class PackedModel(nn.Module):
         self.shares_prompts = True  # whether attention alone mixes the tokens of a sequence
         self.compiled = False  # whether layers are compiled at the first call
         self.adapters: Adapters | None = None  # their parameters exist only in our checkpoints
+        self.replay: RouterReplay | None = None
 
     def forward(self, batch: LocalBatch, top_k: int = 0, truncated: bool = True) -> Outputs:
         """Return outputs of the whole batch. top_k: see `packed_outputs`. truncated: False to ignore the head's truncation."""
+        if self.replay is not None:
+            self.replay.use(self._routed(batch))
         # With use_cache, transformers would ignore that positions restart.
         hidden = self.hf.base_model(
             input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, packing=batch.packing
@@ -83,6 +87,13 @@ class PackedModel(nn.Module):
             weight = torch.cat([weight, bias[:, None]], 1)
             hidden = F.pad(hidden, (0, 1), value=1.0)
         return head.outputs(hidden, weight, batch, self.shard, top_k)
+
+    def _routed(self, batch: LocalBatch) -> torch.Tensor | None:
+        """Return the experts of the tokens whose states this rank has between layers."""
+        ranks = self.tensor_ranks
+        if batch.experts is None or ranks is None or not ranks.sequence:
+            return batch.experts
+        return batch.experts.chunk(ranks.group.size())[ranks.group.rank()]
 
 
 def build(
@@ -114,6 +125,8 @@ def build(
     if meshes is not None and meshes.tensor.size() > 1:
         _parallelize(model, meshes.tensor, role, policy.dtensor_cfg.sequence_parallel)
     experts = [] if meshes is None else _distribute_experts(model, meshes, policy.dtensor_cfg.sequence_parallel)
+    if policy.router_replay.enabled and role.trained and role.head == "logprobs":
+        model.replay = RouterReplay(hf)
     layers = decoder_layers(hf)
     use_kernels(policy, hf, device)
     resets = reset_sequences(hf.base_model, layers, model.tensor_ranks)

@@ -101,7 +101,6 @@ REFUSED = [
     ),
     ("--orchestrator.batch-size 100", "orchestrator.batch_size", "a multiple of orchestrator.group_size=16"),
     ("--trainer.optim.type sign_sgd", "trainer.optim.type", "this optimizer"),
-    ("--trainer.enable_router_replay", "trainer.enable_router_replay", "replay of the sampler's routing"),
     ("--trainer.model.quantization.type fp8", "trainer.model.quantization.type", "training in 8 bits"),
     ("--trainer.model.name other", "trainer.model.name", "expected one of the two"),
     ("--orchestrator.batchsize 3", "orchestrator.batchsize", "did you mean 'orchestrator.batch_size'"),

@@ -28,6 +28,7 @@ from transformers import (
 from pipeline.boxes import whole
 from pipeline.config import GenerationConfig, PolicyConfig, TokenizerConfig, VLLMConfig
 from pipeline.config.generation import ColocatedConfig
+from pipeline.config.policy import RouterReplayConfig
 from pipeline.generate.generate_backend import GenerateBackend, UpdateUnit, WeightUpdate
 from pipeline.types import Completion, Request, Sampling
 
@@ -101,6 +102,7 @@ def policy(
     vllm_kwargs: dict[str, Any] | None = None,
     vllm_cfg_precision: str = "auto",
     colocated: bool = False,
+    router_replay: bool = False,
     **vllm_cfg,
 ) -> PolicyConfig:
     settings = {"max_model_len": MAX_MODEL_LEN, "enforce_eager": True, "precision": vllm_cfg_precision} | vllm_cfg
@@ -115,6 +117,7 @@ def policy(
             vllm_kwargs=vllm_kwargs or {},
             colocated=ColocatedConfig(enabled=colocated),
         ),
+        router_replay=RouterReplayConfig(router_replay),
     )
 
 

@@ -39,7 +39,6 @@ QUESTIONS: dict[str, Callable[[Tree], Any]] = {
     ),
     "FP8 cache": lambda t: str(get(t, "policy.generation.vllm_cfg.kv_cache_dtype")).startswith("fp8"),
     "draft": lambda t: get(t, "policy.draft.enabled"),
-    "router replay": lambda t: get(t, "policy.router_replay.enabled"),
     "quantization": lambda t: get(t, "policy.quant_cfg") or get(t, "policy.generation.quant_cfg"),
     "MTP": lambda t: megatron(t, "mtp_num_layers"),
     "virtual pipeline": lambda t: megatron(t, "virtual_pipeline_model_parallel_size"),
@@ -56,6 +55,11 @@ QUESTIONS: dict[str, Callable[[Tree], Any]] = {
 """Features that we do not have. No recipe with one may plan."""
 
 TRANSLATED: dict[str, tuple[Callable[[Tree], Any], str, Any]] = {
+    "router replay": (
+        lambda t: get(t, "policy.router_replay.enabled"),
+        "",
+        ("policy.router_replay.enabled", lambda t: True),
+    ),
     "async PPO": (lambda t: get(t, "ppo.async_ppo.enabled"), "", ("ppo.async_ppo.enabled", lambda t: True)),
     "single controller": (lambda t: "async_rl" in t, "async_rl.sampler", None),
     "several teachers": (

@@ -81,7 +81,6 @@ ASKING = {
     "MXFP8 generation": ("grpo", "policy.generation.vllm_cfg.precision=fp8", "policy.generation.vllm_cfg.is_mx=true"),
     "FP8 cache": ("grpo", "policy.generation.vllm_cfg.kv_cache_dtype=fp8"),
     "draft": ("grpo", "policy.draft.enabled=true"),
-    "router replay": ("grpo", "policy.router_replay.enabled=true"),
     "quantization": ("grpo", "policy.quant_cfg=NVFP4_DEFAULT_CFG"),
     "MTP": ("grpo_megatron", "policy.megatron_cfg.mtp_num_layers=1"),
     "virtual pipeline": ("grpo_megatron", "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"),
@@ -99,6 +98,7 @@ ASKING = {
 
 
 KEEPING = {
+    "router replay": ("grpo", "policy.router_replay.enabled=true"),
     "async PPO": ("ppo", "ppo.async_ppo.enabled=true", "ppo.async_ppo.in_flight_weight_updates=true"),
     "single controller": ("grpo", "grpo.async_grpo=null", "async_rl={sampler: {name: windowed, max_staleness_versions: 2}}"),
     "several teachers": (

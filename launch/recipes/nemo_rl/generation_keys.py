@@ -43,7 +43,7 @@ VLLM_RULES = under(
         Ignored("enable_thinking enforce_monotonicity"),  # in recipes of agents; no code of NeMo-RL reads them
         Ignored("reasoning_parser_plugin tool_parser_plugin cap_max_tokens_to_context"),
         Only("video.*", (None,), "images, sound or video"),
-        Only("enable_return_routed_experts", (False, None), "replay of the sampler's routing", "false"),
+        Ignored("enable_return_routed_experts", "policy.router_replay.enabled decides what engines record"),
     ),
 )
 
@@ -115,7 +115,10 @@ def _transport(t: Translator) -> None:
 
 
 def _vllm(t: Translator) -> None:
-    kwargs = f"{KEY}.vllm_kwargs"
+    kwargs, prefixes = f"{KEY}.vllm_kwargs", f"{VLLM}.enable_prefix_caching"
+    if t.get("policy.router_replay.enabled") and t.get(prefixes) is False:
+        t.consume(prefixes)
+        t.change(prefixes, "true, since vLLM keeps the experts that it records beside its cache of prefixes")
     environment_variables(t, f"{VLLM}.env_vars", "cluster.generate.env_vars")
     _precision(t)
     size, tensor = t.consume(f"{VLLM}.expert_parallel_size", 1), t.get(f"{VLLM}.tensor_parallel_size", 1)

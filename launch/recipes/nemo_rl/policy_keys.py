@@ -36,7 +36,7 @@ MODEL = (
     Same("hf_config_overrides.* tokenizer.chat_template_kwargs.* tokenizer.name precision max_grad_norm"),
     Same("train_global_batch_size train_micro_batch_size logprob_batch_size max_total_sequence_length"),
     Switch("draft.*", "training of a draft model"),
-    Switch("router_replay.*", "replay of the sampler's routing"),
+    Same("router_replay.enabled", if_set),
     Only("quant_cfg", (None,), "quantization-aware training", "null, which trains in policy.precision"),
     Only("pretrained_checkpoint.*", (None,), PRETRAINED, "policy.model_name=FOLDER"),
     Ignored("dequantize_base_checkpoint", "a checkpoint in MXFP4 is read in bfloat16, and other quantized ones are refused"),

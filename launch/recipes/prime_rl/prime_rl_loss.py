@@ -27,7 +27,7 @@ RULES = (
     Only("orchestrator.algo.length_penalty", (None,), "a penalty on tokens and turns within a group", "null"),
     Only("orchestrator.algo.length_penalty.*", (), "a penalty on tokens and turns within a group", "no length_penalty"),
     Only("orchestrator.token_batch_size", (None,), "steps of a number of tokens", "batch_size"),
-    Only("trainer.enable_router_replay", (False, None), "replay of the sampler's routing", "false"),
+    Done("trainer.enable_router_replay"),
     Ignored("orchestrator.algo.sampling.source"),
 )
 
@@ -41,6 +41,8 @@ def translate(t: Translator) -> None:
         t.consume("orchestrator.algo")
     t.put("grpo.normalize_rewards", False, "orchestrator.algo.type")
     t.put("grpo.use_leave_one_out_baseline", False, "orchestrator.algo.type")
+    if t.get("trainer.enable_router_replay"):
+        t.put("policy.router_replay.enabled", True, "trainer.enable_router_replay")
     _loss(t)
     _batches(t)
     _staleness(t)

@@ -286,8 +286,7 @@ def engines(t: Translator, ours: Set[str]) -> None:
     if vllm.pop("enable_expert_parallel", False):
         size = t.get_layer(f"{VLLM}.tensor_parallel_size")
         t.put(f"{VLLM}.expert_parallel_size", size, f"{key}.enable_expert_parallel")
-    if vllm.pop("enable_return_routed_experts", False) and not t.get("trainer.enable_router_replay"):
-        t.lacks(f"{key}.enable_return_routed_experts", True, "replay of the sampler's routing", "false")
+    vllm.pop("enable_return_routed_experts", None)  # trainer.enable_router_replay decides
     for name in list(vllm):
         if name in UNREAD_BY_ENGINES.split() or name.startswith("data_parallel"):
             vllm.pop(name)

@@ -32,7 +32,7 @@ RULES = under(
         Done("expert_parallel_size log_prob_micro_batch_size_per_gpu quantization enable_chunked_prefill multi_turn.enable"),
         Only("ignore_eos", (False, None), "answers that go on after the end token", "false"),
         Only("dtype", ("bfloat16", "float16", "float32", "auto", None), "this precision of engines", "bfloat16"),
-        Only("enable_rollout_routing_replay", (False, None), "replay of the sampler's routing", "false"),
+        Ignored("enable_rollout_routing_replay"),  # router_replay.mode decides
         Only("disaggregation.enabled", (False, None), "separate engines for prefill and decoding", "false"),
         Only("over_sample_rate", (0, None), "answers that are sampled and left out", "0"),
         Only("quantization_config_file", (None,), "generation with a file of quantization", "null"),

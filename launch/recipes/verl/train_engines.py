@@ -55,7 +55,7 @@ MEGATRON_RULES = (
     Only("dynamic_context_parallel", (False, None), "context-parallel sizes that change", "false"),
     Changed("use_megatron_fsdp", (False, None), "weights are replicated, and data ranks shard the optimizer's state"),
     Only("qat.enable", (False, None), "quantization-aware training", "false"),
-    Only("router_replay.mode", ("disabled", None), "replay of the sampler's routing", "disabled"),
+    Done("router_replay.mode"),
     Changed("use_distributed_optimizer", (True, None), "data ranks shard the optimizer's state, which needs less memory"),
     Ignored("use_dist_checkpointing dist_checkpointing_path", "the first step reads the Hugging Face files of model.path"),
     Ignored("param_offload grad_offload optimizer_offload"),  # as for FSDP
@@ -179,6 +179,10 @@ def _megatron(t: Translator, section: str) -> None:
     shards = (t.get(f"{own}.tensor_model_parallel_size") or 1) > 1 and t.get(f"{own}.sequence_parallel") is True
     t.put(f"{MEGATRON}.sequence_parallel", shards, f"{own}.sequence_parallel")
     t.put(f"{MEGATRON}.freeze_moe_router", False, own)
+    if (mode := t.get(f"{own}.router_replay.mode")) == "R3":
+        t.put("policy.router_replay.enabled", True, f"{own}.router_replay.mode")
+    elif mode not in ("disabled", None):
+        t.lacks(f"{own}.router_replay.mode", mode, "replay of the routing of the trainer's own log-probs", "R3")
     _transformer(t, f"{own}.override_transformer_config")
     apply(t, under(own, MEGATRON_RULES))
 

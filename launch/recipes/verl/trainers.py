@@ -14,7 +14,6 @@ from pipeline.algorithms.sections import UNBOUNDED
 """verl's trackers that are ours too."""
 ASYNCHRONOUS = "asynchronous training by verl's keys"
 CHECKPOINT = "a checkpoint has the model, the optimizer and the position in the data"
-ROUTING = "replay of the sampler's routing"
 RULES = (
     Done("trainer.total_epochs trainer.total_training_steps trainer.logger trainer.project_name trainer.experiment_name"),
     Done("trainer.nnodes trainer.n_gpus_per_node trainer.save_freq trainer.test_freq trainer.val_before_train"),
@@ -32,7 +31,6 @@ RULES = (
     Done(f"{ACTOR}.checkpoint.async_save"),
     Ignored(f"{ACTOR}.checkpoint.* checkpoint.*", CHECKPOINT),
     Changed(f"{ACTOR}.use_prefix_grouper", (False, None), "each answer is computed with its prompt: equal results, slower"),
-    Only(f"{ACTOR}.router_replay.mode {REF}.router_replay.mode", ("disabled", None), ROUTING, "disabled"),
     Only(f"{ACTOR}.qat.enable", (False, None), "quantization-aware training", "false"),
     Ignored(
         f"{ACTOR}.strategy {ACTOR}.model_engine {ACTOR}.freeze_vision_tower {ACTOR}.use_torch_compile {ACTOR}.entropy_*"

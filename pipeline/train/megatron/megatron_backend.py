@@ -11,6 +11,7 @@ Not supported: virtual pipeline stages, FP8, multi-token prediction, Megatron-FS
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ from pipeline.train.megatron.groups import context_group, data_group, initialize
 from pipeline.train.megatron.local_modules import PackedSequences, kernels_read_starts
 from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
 from pipeline.train.megatron.model import build, data_parallel
+from pipeline.train.megatron.replayed_routers import ReplayedRouters
 from pipeline.train.megatron.saved_state import SavedState, boxes, layout_of
 from pipeline.train.megatron.served_weights import ServedWeights
 from pipeline.train.offload import HostWeights, Offload
@@ -78,6 +80,8 @@ class MegatronBackend(TrainBackend):
         self._base = {name: local for name, local in self._local.items() if name not in whole}
         self._saved = SavedState.of(self._local, self._shapes, self._adapters, role.head)
         self._vocabulary = hf.vocab_size
+        replays = policy.router_replay.enabled and role.trained and role.head == "logprobs"
+        self._replay = ReplayedRouters(self._stage, family) if replays else None
         self._head = OutputHead.of(policy, role)
         self._training: tuple[DistributedDataParallel, ScheduledOptimizer] | None = None
         if role.trained:
@@ -110,6 +114,8 @@ class MegatronBackend(TrainBackend):
             return torch.zeros((), device=self.device)  # Megatron-Core's schedule expects a loss
 
         head = self._head if model == "policy" else self._head.untruncated()
+        if model != "policy":  # its own routers choose
+            batches = [dataclasses.replace(batch, experts=None) for batch in batches]
         with torch.no_grad(), self._weights_of(model):
             self._run(self._stage, batches, keep, head, top_k)
         self._empty_cache(2)
@@ -179,7 +185,8 @@ class MegatronBackend(TrainBackend):
         def forward_step(iterator: Iterator[tuple[PackedBatch, LocalBatch]], model: torch.nn.Module):
             batch, local = next(iterator)
             sequences = PackedSequences.of(local.packing, self._starts_on_host)
-            hidden = model(local.tokens, local.positions, attention_mask=None, packed_seq_params=sequences)
+            with self._replay.forward(local.experts) if self._replay else contextlib.nullcontext():
+                hidden = model(local.tokens, local.positions, attention_mask=None, packed_seq_params=sequences)
             if not parallel_state.is_pipeline_last_stage():
                 return hidden, None
             # The schedule expects a number of tokens to divide by. It is ignored: losses are already divided.
