@@ -71,13 +71,19 @@ def _build_muon(
     adamw = {name: tuple(value) if isinstance(value, list) else value for name, value in adamw.items()}
     shared = {name: kwargs[name] for name in SHARED if name in kwargs}
     others = [parameter for parameter in parameters if parameter not in matrices]
-    stand_in = [torch.zeros(1, 1)]
     _check_names(key, torch.optim.Muon, kwargs)
     _check_names(f"{key}.adamw", torch.optim.AdamW, adamw)
-    construct(key, torch.optim.Muon, kwargs, lambda options: torch.optim.Muon(stand_in, **options))
-    construct(f"{key}.adamw", torch.optim.AdamW, adamw, lambda options: torch.optim.AdamW(stand_in, **options))
+    construct(key, torch.optim.Muon, kwargs, _try_muon)
+    construct(f"{key}.adamw", torch.optim.AdamW, adamw, lambda options: torch.optim.AdamW([torch.zeros(1)], **options))
     adamw = {**shared, **adamw, **_fused(torch.optim.AdamW, others, adamw)}
     return DistributedMuon(matrices, _groups(others), kwargs, adamw, device)
+
+
+def _try_muon(options: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return torch's Muon, which checks all options but the number of steps that its loop takes."""
+    if type(steps := options.get("ns_steps", 1)) is not int:
+        raise TypeError(f"got {steps}; expected a whole number")
+    return torch.optim.Muon([torch.zeros(1, 1)], **options)
 
 
 def _groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

@@ -141,11 +141,12 @@ def _environment(t: Translator, ours: Mapping[str, Any]) -> str | None:
         if functions or model:
             t.change("reward_funcs", f"env.{named} on the command line takes its place")
         return named
-    weights = given if isinstance(given, list) else [given] if given is not None else [1.0] * (len(functions) + bool(model))
-    if len(weights) != len(functions) + bool(model):
-        text = f"got {len(weights)} weights; expected one for each of the {len(functions) + bool(model)} rewards"
+    equal = [1.0] * (len(functions) + bool(model))
+    weights = given if isinstance(given, list) else [given] if given is not None else equal
+    if len(weights) != len(equal):
+        text = f"got {len(weights)} weights; expected one for each of the {len(equal)} rewards"
         t.problem("reward_weights", "contradiction", text)
-        return ENVIRONMENT
+        weights = equal
     if model:  # which comes first
         if functions:
             t.lacks("reward_funcs", functions, "functions beside a reward model", "one of the two")

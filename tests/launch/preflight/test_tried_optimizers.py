@@ -71,6 +71,7 @@ FULL = pytest.mark.full  # each starts a Python that imports torch
         pytest.param("mine.NotAClass", {}, f"{KEY}.name", "wrong-type", "expected a subclass of Optimizer", marks=FULL),
         ("torch.optim.AdamW", {"lr": 0.1, "betas": [0.9, 2.0]}, f"{KEY}.kwargs.betas", "unsupported", "Invalid beta"),
         ("torch.optim.Muon", {"lr": 0.1, "ns_coefficients": [3]}, f"{KEY}.kwargs.ns_coefficients", "unsupported", "3 values"),
+        ("torch.optim.Muon", {"lr": 0.1, "ns_steps": 5.5}, f"{KEY}.kwargs.ns_steps", "unsupported", "a whole number"),
         ("torch.optim.Muon", {"lr": 0.1, "adamw": {"eps": -1.0}}, f"{KEY}.kwargs.adamw.eps", "unsupported", "epsilon"),
     ],
 )
