@@ -8,6 +8,7 @@
     record_counts   counts the records of a data set that is on this machine
     tracker_keys    translates a list of trackers
     shell_script    finds the arguments of a script's command without running it
+    shell_words     its variables and words, with bash's expansions
     shell_grammar, shell_nodes, shell_conditions
                     parse a script; its commands and words; tests, patterns and arithmetic
 
