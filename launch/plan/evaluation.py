@@ -20,11 +20,13 @@ from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.plan_table import Line
 from launch.plan.rank_division import engines
-from launch.preflight import data_files, input_files
+from launch.preflight import input_files
+from launch.preflight.data_files import COUNT_BYTES
 from launch.recipes.model_files import planning_config
 from launch.terminal.units import plural, seconds
 from pipeline.algorithms.evaluate import HARNESS_KINDS, TaskConfig
 from pipeline.config import GENERATED_DATASETS, Problem, Recipe, collected
+from pipeline.data.record_count import count_records
 from pipeline.evaluation import task_data
 from pipeline.models import flops
 from pipeline.models.shape import ModelShape
@@ -156,7 +158,7 @@ def _lines(task: TaskConfig) -> int | None:
         return task.data.max_samples
     with collected(files := []):
         files = task_data.data_files("data", task.data, task.data.split)
-    counts = [data_files.count_records(path) for path in files]
+    counts = [count_records(path, COUNT_BYTES) for path in files]
     if not files or None in counts:
         return task.data.max_samples
     count = sum(filter(None, counts))

@@ -31,9 +31,10 @@ from pipeline.config import (
     training_sets,
     trains,
 )
-from pipeline.data import arrow_records, epochs, file_formats, named, row_cache, sources, text_records
+from pipeline.data import arrow_records, epochs, named, row_cache, sources, text_records
 from pipeline.data.datasets import load_records, with_key
 from pipeline.data.file_formats import FileFormat
+from pipeline.data.record_count import count_records
 from pipeline.recipe import user_files
 
 SCAN_BYTES = 16 << 20  # read from each data file: parsed, up to 40 times as much memory
@@ -283,7 +284,7 @@ def count(dataset: DatasetConfig) -> int | None:
         return None
     if dataset.data_path is not None:
         try:
-            counts = [count_records(path) for path in _files(dataset)]
+            counts = [count_records(path, COUNT_BYTES) for path in _files(dataset)]
         except RecipeError:  # another check reports it
             return None
         records = sum(filter(None, counts)) if counts and None not in counts else None
@@ -293,19 +294,6 @@ def count(dataset: DatasetConfig) -> int | None:
     if size := dataset.split_validation_size:
         records -= math.ceil(size * records) if size < 1 else int(size)
     return max(0, records) * dataset.repeat
-
-
-def count_records(path: Path) -> int | None:
-    """Return the number of records of a file; None for a large or compressed file, or one that another check refuses."""
-    try:
-        form = file_formats.recognize(path)
-        if form.name == "parquet":
-            return arrow_records.count_rows(path)
-        if form.compression or not form.is_text or path.stat().st_size > COUNT_BYTES:
-            return None
-        return len(text_records.TextRecords(path, form, drops=True))
-    except (OSError, ValueError, ImportError):
-        return None
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------------

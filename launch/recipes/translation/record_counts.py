@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.recipes.model_files import hf_home, hub_cache
-from pipeline.data.arrow_records import count_rows
 from pipeline.data.file_formats import recognize
-from pipeline.data.text_records import TextRecords
+from pipeline.data.record_count import count_records
 
 
 def is_here(name: str) -> bool:
@@ -33,7 +32,7 @@ def count(name: str, subset: str | None, split: str) -> int | None:
         files = [file for file in files if subset and subset in str(file)] or files
         files = [file for file in files if split in file.name or split == file.parent.name] or files
         counts = [_of_file(file) for file in files]
-    except (ImportError, OSError, ValueError):
+    except (OSError, ValueError):
         return None
     return sum(filter(None, counts)) if counts and None not in counts else None
 
@@ -63,6 +62,6 @@ def _of_prepared(name: str, subset: str | None, split: str) -> int | None:
 
 
 def _of_file(path: Path) -> int | None:
-    if path.suffix == ".parquet":
-        return count_rows(path)
-    return len(TextRecords(path, recognize(path))) if path.suffix == ".jsonl" else None
+    if path.suffix == ".json" and recognize(path).name != "json":
+        return None  # such as a description of the data set
+    return count_records(path)
