@@ -111,6 +111,9 @@ def test_each_component_runs_in_its_own_image(cluster, here, images, monkeypatch
     assert (of_train["NCCL_DEBUG"], of_generate["NCCL_DEBUG"]) == ("WARN", "INFO")
     assert of_train["HF_HOME"] == f"{here}/cache" and of_train["PYTHONPATH"].split(":")[0] == str(ROOT)
     assert of_train["SLURM_PROCID"] == "0" and "CUDA_HOME" not in of_train
+    inputs = {entry["key"]: entry for entry in json.loads((here / "run/lineage/inputs.json").read_text())["inputs"]}
+    listed = [len(inputs[f"cluster.{name}.container_image"]["files"]) for name in ("train", "generate")]
+    assert listed == [1, 0]  # not the files of the folder
 
 
 # ---- faults -------------------------------------------------------------------------------------------------------------
@@ -221,11 +224,14 @@ def test_an_image_that_starts_no_task_ends_the_job_with_its_cause(cluster, here,
 @pytest.mark.long
 @pytest.mark.slurm
 def test_a_whole_run_in_two_images_that_survives_a_kill(cluster, tmp_path, images):
-    given = [*runs.SLURM, *contained(tmp_path, images / "train.sif", images / "generate")]
-    whole = runs.submit(tmp_path / "whole", *given, env=cluster.env)
+    given, env = (
+        [*runs.SLURM, *contained(tmp_path, images / "train.sif", images / "generate")],
+        {**cluster.env, "PATH": apptainer.PATH},
+    )
+    whole = runs.submit(tmp_path / "whole", *given, env=env)
     assert whole.status == 0, whole.output
-    fault = runs.Fault("train", victim=3, once=True)
-    killed = runs.submit(tmp_path / "killed", *given, "cluster.requeue.max_restarts=2", env=cluster.env, fault=fault)
+    fault = runs.Fault("step", victim=3, count=3, once=True)  # in the second step
+    killed = runs.submit(tmp_path / "killed", *given, "cluster.requeue.max_restarts=2", env=env, fault=fault)
     assert killed.status == 0, killed.output
     assert killed.verdicts()[0].startswith("requeue: ") and killed.verdicts()[-1] == "done"
     assert killed.metrics() == whole.metrics() and len(whole.metrics()) == 4
