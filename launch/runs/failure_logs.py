@@ -11,6 +11,7 @@ import contextlib
 import re
 from pathlib import Path
 
+from launch.executors.containers.runtime import lacking
 from launch.executors.containers.runtimes import RUNTIMES
 from launch.executors.executor import REPORT
 from launch.executors.local import KILLED
@@ -31,11 +32,18 @@ TAIL_BYTES = 256 << 10
 
 
 def failed_log_lines(run_dir: Path, attempt: AttemptFolder | None, count: int) -> list[str]:
-    """Return a heading and the last `count` lines of the log of the rank that failed first, or else of the most useful log."""
+    """Return a heading and the last `count` lines of the log of the rank that failed first, or else of the most useful log.
+
+    A last line says what the rank's image lacks, if the log shows that.
+    """
     log = failed_log(attempt) if attempt else None
     if log is None:
         log = log_with_traceback(run_dir, attempt.logs if attempt else [])
-    return log_end(log, count) if log else []
+    lines = log_end(log, count) if log else []
+    component = _failed_step(attempt)[0] if attempt else None
+    if component and _value(run_dir, f"cluster.{component}.container_image") and (why := lacking(component, lines[-2:])):
+        lines.append(f"  cause: {why}")
+    return lines
 
 
 def killed_lines(attempt: AttemptFolder) -> list[str]:

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +20,14 @@ from launch.recipes.model_files import hf_home
 from pipeline.config import ComponentConfig, Problem
 
 CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE")
+LACKING = {
+    r"bash: .*: No such file or directory": "the image has no such program. cluster.{}.python names a Python of the image",
+    r"No module named": "the image's Python, cluster.{}.python, lacks this package. containers/build.sh installs all packages",
+    r"version `GLIBC\w*_[\d.]+' not found": "a mounted program needs a newer C library than the image's. Try a Python of the"
+    " image as cluster.{}.python, or an image of a newer system",
+    r"cannot open shared object file": "the image lacks this library. Try a Python of the image as cluster.{}.python",
+}
+"""Pattern of a line with which a rank ends before its first own message -> what its image lacks. {}: the component."""
 
 
 class ContainerRuntime(Protocol):
@@ -71,6 +79,12 @@ class ContainerRuntime(Protocol):
 def has_another_python(component: ComponentConfig) -> bool:
     """Return whether the ranks of a component run another Python than this process."""
     return component.container_image is not None or component.python not in (None, sys.executable)
+
+
+def lacking(component: str, lines: Sequence[str]) -> str:
+    """Return what a component's image lacks if the last lines of a rank's log say so; "" if they do not."""
+    said = "\n".join(lines)
+    return next((cause.format(component) for pattern, cause in LACKING.items() if re.search(pattern, said)), "")
 
 
 def task_exports(component: ComponentConfig) -> list[str]:
