@@ -7,9 +7,9 @@ their reasons:
     --home FOLDER       an empty folder on the node's disk in place of the user's home. Apptainer mounts the home by default,
                         and Python would import from ~/.local there before it imports from the image. A recipe that needs the
                         home mounts it.
-    no --cleanenv       the job's variables arrive, as with pyxis: of Slurm, torch, NCCL and CUDA, tokens and proxies. They
-                        override variables of an image that was made from a Docker image. So those that describe the node's
-                        software do not arrive (`NOT_PASSED`); PATH and LD_LIBRARY_PATH never do.
+    no --cleanenv       the job's variables arrive, as with pyxis: of Slurm, torch, NCCL and CUDA, tokens and proxies. A variable
+                        that the image sets keeps the image's value. Those that name files of the node do not arrive
+                        (`NOT_PASSED`); Apptainer itself keeps back PATH and LD_LIBRARY_PATH.
     no --contain        /tmp, /dev and /dev/shm stay the node's: NCCL needs the shared memory and the network devices. All else
                         in the image is read-only.
 Variables of the submitting shell such as APPTAINER_CONTAINALL would change this, and are unset; APPTAINER_BIND stays, because
