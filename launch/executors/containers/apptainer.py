@@ -7,8 +7,8 @@ their reasons:
     --home FOLDER       an empty folder on the node's disk in place of the user's home. Apptainer mounts the home by default,
                         and Python would import from ~/.local there before it imports from the image. A recipe that needs the
                         home mounts it.
-    no --cleanenv       the job's variables arrive, as with pyxis: of Slurm, torch, NCCL and CUDA, tokens and proxies. A variable
-                        that the image sets keeps the image's value. Those that name files of the node do not arrive
+    no --cleanenv       the job's variables arrive, as with pyxis: of Slurm, torch, NCCL and CUDA, tokens and proxies. Variables
+                        that the image sets keep the image's value. Those that name files of the node do not arrive
                         (`NOT_PASSED`); Apptainer itself keeps back PATH and LD_LIBRARY_PATH.
     no --contain        /tmp, /dev and /dev/shm stay the node's: NCCL needs the shared memory and the network devices. All else
                         in the image is read-only.
@@ -75,8 +75,8 @@ CAUSES = {
     " Make the folder in the image",
     r"/dev/fuse|fusermount|squashfuse": "that node lets users mount no image by FUSE. Try a folder: `apptainer build --sandbox"
     " FOLDER IMAGE.sif` on a shared file system, or ask the administrators for access to /dev/fuse or for apptainer-suid",
-    r"user namespace|newuidmap|uid_map|unshare|loop device": "that node lets users make no namespaces. Ask the administrators"
-    " to set user.max_user_namespaces, or for apptainer-suid",
+    r"user namespace|newuidmap|uid_map|unshare|No setuid installation|loop device": "that node lets users make no namespaces."
+    " Ask the administrators to set user.max_user_namespaces, or for apptainer-suid",
     '"bash": executable file not found|open elf binary /bin/sh': "the image has no bash and /bin/sh, which start each rank",
 }
 """Pattern of Apptainer's errors -> what they mean and what to do. The first match counts."""
@@ -85,6 +85,8 @@ SWITCHES = {
     "/proc/sys/kernel/unprivileged_userns_clone": "kernel.unprivileged_userns_clone",
 }
 """File -> sysctl that is 0 where users may make no namespaces."""
+FUSE = "/dev/fuse"
+"""The device with which users mount file systems, such as SIF files."""
 
 
 class Apptainer(ContainerRuntime):
@@ -144,7 +146,7 @@ class Apptainer(ContainerRuntime):
                 f"{', '.join(keys)}: whether nodes have Apptainer was not checked: {NO_PROGRAM} here. If nodes have it as a"
                 " module, load it before submission, because the job inherits PATH"
             )
-        elif (reason := _lacks_privileges(program)) is not None:
+        elif reason := _lacks_privileges(program):
             notes.append(f"{', '.join(keys)}: {reason}. Containers start only on nodes that differ in this")
         yield from ()
 
@@ -167,14 +169,17 @@ def _folder_problems(key: str, path: Path) -> Iterator[Problem]:
         yield Problem(key, "bad-format", message)
 
 
-def _lacks_privileges(program: str) -> str | None:
-    """Return why this user can start no container on this machine; None if no reason is known."""
-    off = [name for path, name in SWITCHES.items() if os.path.exists(path) and Path(path).read_text().strip() == "0"]
-    if os.geteuid() == 0 or not off:
-        return None
+def _lacks_privileges(program: str) -> str:
+    """Return why this user can start no container, or none of a SIF file, on this machine; "" if no reason is known."""
+    off = [f"{name} is 0" for path, name in SWITCHES.items() if os.path.exists(path) and Path(path).read_text().strip() == "0"]
+    reason = f"this machine lets users make no namespaces ({off[0]})" if off else ""
+    if not off and os.path.exists(FUSE) and not os.access(FUSE, os.R_OK | os.W_OK):
+        reason = f"this machine lets users mount no SIF files, since they may not open {FUSE}"
+    if os.geteuid() == 0 or not reason:
+        return ""
     try:
         if "SUID_INSTALL=1" in slurm_client.run_command(program, "buildcfg"):
-            return None
+            return ""
     except SlurmError:
-        pass  # an unusual installation, so only the switch is known
-    return f"this machine lets users make no namespaces ({off[0]} is 0), which {program} without its setuid part needs"
+        pass  # an unusual installation, whose setuid part is unknown
+    return f"{reason}, which {program} without its setuid part needs"

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from launch.executors.containers import apptainer
+from launch.executors.containers.runtimes import RUNTIMES
 from launch.executors.executor import ROOT
 from launch.preflight import architecture, container_images, file_systems, slurm_job
 from launch.preflight.container_images import Mount, resolve_inside
@@ -435,6 +437,34 @@ def test_what_each_runtime_starts(folder, contained, runtime, keys, key, code, s
     found = contained(f"cluster.container_runtime={runtime}", **{**keys, "container_image": image, "container_mounts": given})
     assert named(found) == ({(f"cluster.train.{key}", code)} if key else set())
     assert all(says in problem.message for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("switch", "device", "setuid", "says"),
+    [
+        ("0", "", 0, "lets users make no namespaces (user.max_user_namespaces is 0), which"),
+        ("1", "x", 0, "lets users mount no SIF files, since they may not open"),
+        ("1", "", 0, None),
+        ("0", "x", 1, None),
+    ],
+)
+def test_a_machine_whose_users_can_start_no_container_is_noted(tmp_path, monkeypatch, switch, device, setuid, says):
+    """The program only tells whether it has its setuid part. Root may open each device, so `access` is replaced."""
+    (tmp_path / "apptainer").write_text(f"#!/bin/sh\necho APPTAINER_SUID_INSTALL={setuid}\n")
+    (tmp_path / "apptainer").chmod(0o755)
+    (tmp_path / "switch").write_text(f"{switch}\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setattr(apptainer, "SWITCHES", {str(tmp_path / "switch"): "user.max_user_namespaces"})
+    monkeypatch.setattr(apptainer, "FUSE", str(tmp_path / (device or "none")))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "access", lambda path, mode, access=os.access: path != f"{tmp_path}/x" and access(path, mode))
+    (tmp_path / "x").touch()
+    notes: list[str] = []
+    assert [*RUNTIMES["apptainer"].installation_problems(["key"], notes)] == []
+    assert len(notes) == bool(says) and all(says in note for note in notes)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert [*RUNTIMES["apptainer"].installation_problems(["key"], notes)] == []
+    assert "key: whether nodes have Apptainer was not checked: there is no apptainer or singularity in PATH here" in notes[-1]
 
 
 def test_a_sites_own_mounts_count(folder, contained, monkeypatch):
