@@ -127,12 +127,12 @@ NO_OVERRIDE = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os
 ARM = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x02\x00\xb7\x00\x01" + bytes(43)  # the header of a program for AArch64
 
 
-def programs_of(folder: Path, *names: str) -> str:
-    """Return a PATH of bash, mkdir, and Apptainer by these names."""
+def programs_of(folder: Path, *names: str, options: str = "") -> str:
+    """Return a PATH of bash, mkdir, and Apptainer by these names, with these options."""
     for name in ("bash", "mkdir"):
         (folder / name).symlink_to(f"/bin/{name}")
     for name in names:
-        (folder / name).write_text(f'#!/bin/bash\nexec {shlex.quote(str(apptainer.program()))} "$@"\n')
+        (folder / name).write_text(f'#!/bin/bash\nexec {shlex.quote(str(apptainer.program()))} {options} "$@"\n')
         (folder / name).chmod(0o755)
     return str(folder)
 
@@ -166,6 +166,8 @@ FAULTS = {
     "unreadable": ("mode0.sif", "the user of the job may not read the image"),
     "no format": ("text.sif", "the image is damaged"),
     "no mount": ("", "a folder of container_mounts is missing on that node"),
+    "no layer": ("", "the image lacks the target of a mount"),
+    "no binds": ("", "that node's Apptainer lets users mount nothing"),
     "no bash": ("empty", "the image has no bash"),
     "other CPU": ("arm", "the image is for another CPU"),
     "no program": ("", "Apptainer is not installed on that node"),
@@ -174,6 +176,10 @@ FAULTS = {
     "only singularity": ("", ""),
 }
 """Fault -> (image, the beginning of its cause)."""
+
+
+SITES = {"no layer": "enable overlay = no\nenable underlay = no\n", "no binds": "user bind control = no\n"}
+"""Fault -> lines of apptainer.conf."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -190,10 +196,13 @@ def test_the_cause_of_a_container_that_does_not_start(images, tmp_path, fault):
     wrapper = {"unreadable": lambda: NO_OVERRIDE, "no namespaces": lambda: NO_NAMESPACES}
     wrapper |= {"no FUSE": lambda: fuse_of_another_user(tmp_path / "fuse")}
     path = {"no program": lambda: programs_of(tmp_path), "only singularity": lambda: programs_of(tmp_path, "singularity")}
-    mounts = ["/nowhere:/data"] if fault == "no mount" else []
+    mounts = {"no mount": ["/nowhere:/data"], "no layer": ["/bin:/data"], "no binds": ["/bin:/data"]}.get(fault, [])
+    if fault in SITES:
+        config = file_of(tmp_path / "site.conf", f"root default capabilities = no\n{SITES[fault]}".encode())
+        path[fault] = lambda: programs_of(tmp_path, "apptainer", options=f"--config {config}")
     options, words = RUNTIMES["apptainer"].start(ComponentConfig(container_image=str(image), container_mounts=mounts))
     answer = subprocess.run(
-        [*wrapper.get(fault, list)(), *words, "bash", "-c", "cat /etc/image"],
+        [*wrapper.get(fault, list)(), *words, "bash", "-c", "cat /etc/image /data" if mounts else "cat /etc/image"],
         env={**os.environ, "PATH": path.get(fault, lambda: apptainer.PATH)(), "SLURMD_NODENAME": "n1", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,

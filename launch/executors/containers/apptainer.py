@@ -71,8 +71,10 @@ CAUSES = {
     " that all nodes mount",
     "image format not recognized|superblock|SIF.*(corrupt|invalid)": "the image is damaged or not complete. Copy it again",
     r"mount source .* doesn't exist": "a folder of container_mounts is missing on that node",
-    r"doesn't exist in container|underlay|overlay": "the image lacks the target of a mount, and this Apptainer may not add one."
+    r"destination .* doesn't exist in container": "the image lacks the target of a mount, and this Apptainer may not add one."
     " Make the folder in the image",
+    "user bind control": "that node's Apptainer lets users mount nothing, so that no rank finds its code. Ask the"
+    " administrators to set `user bind control = yes` in apptainer.conf",
     r"/dev/fuse|fusermount|squashfuse": "that node lets users mount no image by FUSE. Try a folder: `apptainer build --sandbox"
     " FOLDER IMAGE.sif` on a shared file system, or ask the administrators for access to /dev/fuse or for apptainer-suid",
     r"user namespace|newuidmap|uid_map|unshare|No setuid installation|loop device": "that node lets users make no namespaces."
