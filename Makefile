@@ -26,9 +26,10 @@ $(READY): $(LOCK) pyproject.toml
 	else $(BIN)/python -m pip install --quiet --no-deps -r $(LOCK) && $(BIN)/python -m pip install --quiet --no-deps --editable .; fi
 	touch $(READY)
 
-# A real Slurm for the tests, where this user may install one.
+# A real Slurm and Apptainer for the tests, where this user may install them.
 slurm:
 	@containers/install-slurm.sh
+	@containers/install-apptainer.sh
 
 # `make demo OVERRIDES=policy.megatron_cfg.enabled=true` trains on Megatron-Core.
 demo: $(READY)  ## Teach a 0.8M model additions on this machine, and write a report: 2 minutes on 2 cores.

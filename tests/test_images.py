@@ -194,10 +194,10 @@ def build(tmp_path):
         tools = tmp_path / "bin"
         tools.mkdir()
         for program in programs:
-            lines = f'echo "{program} $*" >>{log}\n[[ $1 != ${{FAIL:-}} ]]\n'
+            lines = f'echo "{program} $*" >>{log}\n[[ $3 != *.def ]] || cat $3 >>{log}\n[[ $1 != ${{FAIL:-}} ]]\n'
             (tools / program).write_text(f"#!/bin/bash\n[[ $1 == info ]] && exit ${{NO_DAEMON:-0}}\n{lines}")
             (tools / program).chmod(0o755)
-        for program in ("bash", "sed", "mktemp", "rm", "cp", "dirname"):
+        for program in ("bash", "cat", "sed", "mktemp", "rm", "cp", "dirname"):
             (tools / program).symlink_to(Path("/usr/bin", program))
         command = [str(CONTAINERS / "build.sh"), kind, str(tmp_path / "out")]
         environment = {"PATH": str(tools), "TMPDIR": str(tmp_path), **variables}
@@ -230,6 +230,18 @@ def test_without_a_docker_daemon_enroot_builds_and_imports(build):
     assert commands[3] == "enroot start hetstep-generate-0.1.0 cat /opt/hetstep/build.json"
 
 
+def test_apptainer_builds_where_there_is_no_enroot(build, tmp_path):
+    answer, (built, *definition, started) = build("train", "docker", "apptainer", BASE_DIGEST="@sha256:12")
+    assert answer.returncode == 0, answer.stderr
+    image = tmp_path / "out/hetstep-train-0.1.0.sif"
+    assert built.startswith(f"apptainer build {image} ") and f"cluster.train.container_image={image}" in answer.stdout
+    assert definition[:2] == ["Bootstrap: docker", "From: nvcr.io/nvidia/pytorch@sha256:12"]
+    assert "    /hetstep/containers/install.sh train 2.30.7" in definition
+    variables = "NCCL_NET_PLUGIN=none MELLANOX_VISIBLE_DEVICES=all"
+    assert definition[-1] == f"    export PATH=/opt/hetstep/bin:$PATH {variables}"
+    assert started == f"apptainer exec {image} cat /opt/hetstep/build.json"
+
+
 @pytest.mark.parametrize(
     ("kind", "programs", "variables", "says"),
     [
@@ -238,6 +250,7 @@ def test_without_a_docker_daemon_enroot_builds_and_imports(build):
         ("train", ("docker", "enroot"), {}, "enroot needs mksquashfs: install squashfs-tools"),
         ("train", ("docker", "enroot", *SQUASH), {"FAIL": "build"}, "docker could not build hetstep-train"),
         ("train", ("enroot", *SQUASH), {"FAIL": "import"}, "enroot could not fetch nvcr.io/nvidia/pytorch:26.07-py3"),
+        ("train", ("docker", "apptainer"), {"FAIL": "build"}, "apptainer could not build"),
         ("train", ("enroot", *SQUASH), {"TOOL": "podman"}, "TOOL=podman: there is no such program here"),
     ],
 )

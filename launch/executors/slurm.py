@@ -1,7 +1,7 @@
 """Run the components as one Slurm job, with one background srun per component.
 
-The job is heterogeneous if several components have nodes of their own. Each component has its own srun, because a container
-image is an option of a whole srun. Slurm numbers ranks per step, so the batch script tells each step its first global rank.
+The job is heterogeneous if several components have nodes of their own. Each component has its own srun, because an image
+of pyxis is an option of a whole srun. Slurm numbers ranks per step, so the batch script tells each step its first global rank.
 batch.sh has the code before and after the steps, and launch/executors/nodes.py builds the options of the allocation and the
 steps. Job arrays are not supported, because Slurm refuses them for heterogeneous jobs. For options, states and pitfalls see
 https://slurm.schedmd.com/heterogeneous_jobs.html
@@ -20,7 +20,8 @@ from pathlib import Path
 from submitit.slurm import slurm
 from typing_extensions import override
 
-from launch.executors import containers, nodes, slurm_client, slurm_environment
+from launch.executors import nodes, slurm_client, slurm_environment
+from launch.executors.containers import runtime, runtimes
 from launch.executors.executor import ROOT, JobStatus
 from launch.executors.nodes import NodeShare
 from launch.executors.slurm_client import TERMINAL, JobComponent, SlurmError
@@ -102,7 +103,7 @@ def attempt_text(
     steps, first = [], 0
     places = places or _places(components)
     for (name, share), node_options in zip(nodes.shares(components).items(), places, strict=True):
-        steps += _step(name, share, first, node_options, run_dir)
+        steps += _step(name, share, first, node_options, run_dir, cluster.container_runtime)
         first += ranks(share.component)
     requeue = cluster.requeue
     lines = [
@@ -147,7 +148,7 @@ def directives(*options: str) -> list[str]:
     return [f'#SBATCH "{option}"' if " " in option else f"#SBATCH {option}" for option in escaped]
 
 
-def _step(name: str, share: NodeShare, first_rank: int, node_options: str, run_dir: Path) -> list[str]:
+def _step(name: str, share: NodeShare, first_rank: int, node_options: str, run_dir: Path, container_runtime: str) -> list[str]:
     """Return lines of bash that start a background srun and add it to `steps`.
 
     The task redirects its own output, because srun's %t is not the global rank. Ranks use no MPI, and MpiDefault=pmix fails in
@@ -159,7 +160,7 @@ def _step(name: str, share: NodeShare, first_rank: int, node_options: str, run_d
         command = ["env", *(f"{key}={value}" for key, value in component.env_vars.items()), *command]
     task = [
         "trap '' USR2",  # until Python installs its handler
-        *containers.task_exports(component),
+        *runtime.task_exports(component),
         *nodes.gpu_exports(share),
         f"export HETSTEP_COMPONENT={name} HETSTEP_LOCAL_RANK=$SLURM_LOCALID HETSTEP_NODE=$SLURMD_NODENAME",
         f"export HETSTEP_RANK=$(({first_rank} + SLURM_PROCID))",
@@ -167,9 +168,10 @@ def _step(name: str, share: NodeShare, first_rank: int, node_options: str, run_d
         'exec >>"$HETSTEP_RUN_DIR/attempts/$HETSTEP_ATTEMPT/$(printf rank%05d.log "$HETSTEP_RANK")" 2>&1',
         f"exec {shlex.join(command)}",
     ]
-    options = [*nodes.step_options(share), *containers.options(component), *component.srun_args]
+    container_options, prefix = runtimes.start(container_runtime, component)
+    options = [*nodes.step_options(share), *container_options, *component.srun_args]
     srun = f"{slurm_environment.unset_for_steps()} srun {node_options} --mpi=none --kill-on-bad-exit=1 {shlex.join(options)}"
-    srun += f" bash -c {shlex.quote('; '.join(task))}"
+    srun += f" {shlex.join([*prefix, 'bash', '-c', '; '.join(task)])}"
     return [f'{srun} >"$attempt/srun-{name}.out" 2>&1 &', f"steps[$!]={shlex.quote(f'{name} {first_rank}')}"]
 
 

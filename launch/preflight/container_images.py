@@ -1,25 +1,24 @@
-"""Check that container images exist, and that the mounts show every path that the job opens: pyxis mounts no others.
+"""Check that container images exist, and that the mounts show every path that the job opens: the runtimes mount few others.
 
 A path counts as visible if a mount shows it under the same name as here, since the job uses that name. The contents of images
-are not known here, nor the mounts that a site's enroot adds by itself; mounting these once more does no harm. See
-https://github.com/NVIDIA/pyxis, --container-image and --container-mounts.
+are not known here, nor the mounts that a site's enroot or Apptainer adds by itself; mounting these once more does no harm.
+`launch/executors/containers/` has the checks of each runtime.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.executors.components import components
-from launch.executors.containers import OPTIONS
+from launch.executors.containers.runtime import ContainerRuntime
+from launch.executors.containers.runtimes import RUNTIMES
 from launch.executors.executor import ROOT
 from launch.preflight import model_readings, user_imports
 from launch.preflight.input_files import datasets_cache
-from launch.preflight.model_weights import fault_code
 from launch.recipes.model_files import is_inside, is_local, model_folder
 from pipeline import config
 from pipeline.config import (
@@ -33,12 +32,7 @@ from pipeline.config import (
     keyed_sets,
 )
 from pipeline.data import sources
-from pipeline.models.weight_files import file_fault
-from pipeline.recipe import user_files
 
-SQUASHFS = b"hsqs"  # first bytes of a squashfs file; bytes 40 to 48 are its length
-FLAGS = re.compile(r"[a-z][a-z0-9=_-]*(\+[a-z][a-z0-9=_-]*)*")
-IN_REGISTRY = re.compile(r"([a-z]+://)?[A-Za-z0-9][\w.$:+@#/-]*")  # [USER@][REGISTRY#]IMAGE[:TAG][@DIGEST]
 MOST_LINKS = 40  # symbolic links in one path: path_resolution(7)
 
 
@@ -62,27 +56,24 @@ class RequiredPath:
 
 def problems(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
     """Yield problems of each component's image and mounts."""
-    for variable in sorted(name for name in os.environ if name.startswith("PYXIS_CONTAINER_")):
-        message = (
-            f"pyxis applies the environment variable {variable} to components that do not set the same option. Try to unset it"
-        )
-        yield Problem("cluster", "contradiction", message)
+    runtime = RUNTIMES[recipe.cluster.container_runtime]
+    yield from runtime.environment_problems()
     for name, component in components(recipe).items():
         key = f"cluster.{name}"
-        yield from _check_options(key, component)
+        yield from _check_options(key, component, runtime)
         if component.container_image is None:
             python = component.python
             if python and os.sep in python and not os.access(python, os.X_OK):
                 message = f"got {python}; expected an executable file on this machine. Try null, which means {sys.executable}"
                 yield Problem(f"{key}.python", "file-not-found", message)
             continue
-        yield from _check_image(key, component.container_image)
+        yield from runtime.image_problems(key, component.container_image)
         mounts: list[Mount] = []
         for text in ",".join(component.container_mounts or []).split(","):
             if text:
-                yield from _read_mount(f"{key}.container_mounts", text, mounts)
-        if "--container-mount-home" in component.srun_args:
-            mounts.append(Mount(Path.home(), Path.home(), False))
+                yield from _read_mount(f"{key}.container_mounts", text, mounts, runtime)
+        for text in runtime.added_mounts(component):
+            list(_read_mount(key, text, mounts, runtime))  # a site's mount may exist on its nodes alone
         needs = list(_needs(recipe, name, pending))
         for need in needs:
             yield from _check_need(f"{key}.container_mounts", need, mounts)
@@ -115,53 +106,22 @@ def import_notes(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _check_options(key: str, component: ComponentConfig) -> Iterator[Problem]:
+def _check_options(key: str, component: ComponentConfig, runtime: ContainerRuntime) -> Iterator[Problem]:
     """Check that no option repeats a key, and that keys have an effect."""
-    for argument in component.srun_args:
-        option = argument.partition("=")[0]
-        if option.startswith("--con") and any(
-            known_option.startswith(option) for known_option in OPTIONS
-        ):  # srun accepts a prefix of a name too
-            yield Problem(f"{key}.srun_args", "contradiction", f"got {argument}; expected {key}.container_... instead")
+    yield from runtime.option_problems(key, component)
     if component.env_vars and "=" in (python := component.python or sys.executable):
         message = f"got {python}; expected a path without =, since env(1) sets {key}.env_vars. Try a link to it"
         yield Problem(f"{key}.python", "bad-format", message)
     if component.container_image is None:
-        for field in ("container_mounts", "container_workdir"):
+        for field in ("container_mounts", "container_workdir", "container_args"):
             if getattr(component, field) not in (None, []):
                 yield Problem(f"{key}.{field}", "has-no-effect", f"has no effect without {key}.container_image")
-
-
-# ---- the image ----------------------------------------------------------------------------------------------------------
-
-
-def _check_image(key: str, image: str) -> Iterator[Problem]:
-    key = f"{key}.container_image"
-    if not image.startswith(("/", ".")):  # pyxis takes other texts for an image in a registry
-        if image.endswith((".sqsh", ".squashfs")) or image.startswith("~"):
-            path = Path(image).expanduser().absolute()
-            yield Problem(
-                key, "ambiguous", f"got '{image}', which pyxis looks for in a registry. Try the absolute path, {path}"
-            )
-        elif not IN_REGISTRY.fullmatch(image):
-            yield Problem(key, "bad-format", f"got '{image}'; expected a path or [USER@][REGISTRY#]IMAGE[:TAG]")
-        return
-    path = Path(image)
-    if reason := file_fault(path):
-        yield Problem(key, fault_code(reason), f"{path} {reason.replace('fetch it again', 'give the path of a .sqsh file')}")
-        return
-    with user_files.open_file(path) as file:
-        start = file.read(96)
-    if start[:4] != SQUASHFS:
-        yield Problem(key, "bad-format", f"got {path}; expected a squashfs image, such as `enroot import` makes")
-    elif (size := path.stat().st_size) < (length := int.from_bytes(start[40:48], "little")):
-        yield Problem(key, "unreadable", f"{path} is cut off: it has {size:,} of {length:,} bytes. Try to copy it again")
 
 
 # ---- mounts -------------------------------------------------------------------------------------------------------------
 
 
-def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[Problem]:
+def _read_mount(key: str, text: str, mounts: list[Mount], runtime: ContainerRuntime) -> Iterator[Problem]:
     """Parse the mount `SRC[:DST[:FLAGS]]`, with flags joined by +, and append it to `mounts`.
 
     Yields a problem if it is malformed. A tmpfs hides everything below it.
@@ -169,13 +129,13 @@ def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[Problem]:
     source, colon, target_and_flags = text.partition(":")
     target, more, flags = target_and_flags.partition(":")
     target = target if colon else source
-    named = source in ("tmpfs", "umount")  # special names in pyxis
+    named = source in runtime.special_mounts
     if not source or not target.startswith("/") or not (named or source.startswith(("/", "."))) or not target.isprintable():
         yield Problem(key, "bad-format", f"got '{text}'; expected /from:/to or /from:/to:ro")
         return
-    if more and flags and not FLAGS.fullmatch(flags):
-        message = f"got '{text}' with the flags '{flags}'; expected flags such as ro+rprivate"
-        yield Problem(key, "bad-format", f"{message}. pyxis cannot mount paths with a colon or a comma")
+    if more and flags and not runtime.mount_flags.fullmatch(flags):
+        message = f"got '{text}' with the flags '{flags}'; expected {runtime.flags_text}"
+        yield Problem(key, "bad-format", f"{message}. A mount cannot name a path with a colon or a comma")
         return
     if not named and not os.path.exists(source):
         yield Problem(key, "file-not-found", f"got '{text}', but there is no {source} here; srun would fail")
@@ -193,7 +153,7 @@ def _check_need(key: str, need: RequiredPath, mounts: list[Mount]) -> Iterator[P
         return
     also = f", and {real}:{real}, the target of the link" if real != resolved else ""
     if set(":,") & set(str(need.path)):
-        reason = "is not mounted in the container, and pyxis cannot mount a path with a colon or a comma"
+        reason = "is not mounted in the container, and a mount cannot name a path with a colon or a comma"
         message = f"{subject} {reason}. Try to mount a folder above it, or to rename it"
     elif resolved == need.path:
         message = f"{subject} is not mounted in the container. Try {resolved}:{resolved}{also}"
@@ -214,7 +174,7 @@ def resolve_inside(path: Path, mounts: list[Mount]) -> tuple[Path, bool]:
 
     The function follows each link as the kernel does inside the container, so the target of every link must be mounted too. If
     the second value is False, the first is the path at which the resolution leaves the mounts. Folders above a mount's target
-    exist, since enroot makes them.
+    exist, since the runtimes make them.
     """
     at, ahead, links = Path("/"), list(path.parts[1:]), 0
     while ahead:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.executors import containers
+from launch.executors.containers import runtime
 from launch.preflight import data_files, data_records, input_files
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_DOCUMENTS, HARNESS_FORMATS, HARNESS_KINDS, TaskConfig
 from pipeline.checkpoints import checkpoint
@@ -129,7 +129,7 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
 
 def harness_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield problems of names of tasks and of their data, for the harness installed here, and of tasks that run code."""
-    asked = [] if containers.has_another_python(recipe.cluster.generate) else list(_asked(recipe))
+    asked = [] if runtime.has_another_python(recipe.cluster.generate) else list(_asked(recipe))
     spec = importlib.util.find_spec("lm_eval") if asked else None
     if spec is None or not spec.submodule_search_locations:
         return

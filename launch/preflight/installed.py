@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 
-from launch.executors import containers
+from launch.executors.containers import runtime
 from pipeline import config
 from pipeline.algorithms.evaluate import HARNESS_KINDS
 from pipeline.config import (
@@ -38,9 +38,9 @@ HARNESS, HARNESS_VERSION = "lm_eval", "0.4.13"
 def problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each key that needs a package which is not installed."""
     for key, package, message, components in _needs(recipe):
-        if not all(map(containers.has_another_python, components)) and importlib.util.find_spec(package) is None:
+        if not all(map(runtime.has_another_python, components)) and importlib.util.find_spec(package) is None:
             yield Problem(key, "not-installed", message)
-    if not trains(recipe) and not containers.has_another_python(recipe.cluster.generate):
+    if not trains(recipe) and not runtime.has_another_python(recipe.cluster.generate):
         yield from _harness(recipe)
 
 
@@ -94,7 +94,7 @@ def compiler_problems(recipe: Recipe) -> Iterator[Problem]:
     The node checks, which run before ranks load anything, check other nodes, container images and a `python` of a component.
     """
     for name, component in config.components(recipe).items():
-        gpus, uses_this_python = component.gpus_per_node, not containers.has_another_python(component)
+        gpus, uses_this_python = component.gpus_per_node, not runtime.has_another_python(component)
         if gpus and uses_this_python and config.needs_triton(recipe, name) and (missing := c_compiler.missing()):
             message = f"got {gpus}; {name} ranks compile kernels for GPUs, but there is no {missing}. Install it"
             yield Problem(f"cluster.{name}.gpus_per_node", "not-installed", message)

@@ -15,7 +15,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from launch.executors import containers
+from launch.executors.containers import runtime
 from launch.preflight import bounded, installed, signatures, user_imports
 from launch.recipes.model_files import read_json
 from pipeline.algorithms import build
@@ -215,7 +215,7 @@ def _optimizer(section: str, optimizer: OptimizerConfig, megatron: bool, recipe:
         yield from _torch_class(key, MUON, {n: v for n, v in kwargs.items() if n != "adamw"}, "params", MUON)
         yield from _of_adamw(f"{key}.kwargs.adamw", kwargs.get("adamw"))
         return
-    another_python = containers.has_another_python(recipe.cluster.train)
+    another_python = runtime.has_another_python(recipe.cluster.train)
     yield from _torch_class(key, name, kwargs, "params", "torch.optim.AdamW", user_imports.searched(recipe), another_python)
     if kwargs.get("fused") and any(_same_class(name, f"torch.optim.{other}") for other in ("SGD", "Adagrad")):
         message = f"got true; the fused kernel of {name} does not support weights that are sharded over ranks. Try foreach=true"

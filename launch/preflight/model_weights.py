@@ -18,7 +18,7 @@ from pipeline import config, models
 from pipeline.algorithms import build
 from pipeline.config import PolicyConfig, Problem, Recipe, RecipeError, collected
 from pipeline.models.mxfp4 import is_mxfp4, unpacked
-from pipeline.models.weight_files import ABSENT, INDEX, SINGLE, TensorEntry, file_fault, read_weight_files
+from pipeline.models.weight_files import INDEX, SINGLE, TensorEntry, fault_code, file_fault, read_weight_files
 
 OTHER_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -87,11 +87,6 @@ def _folder(key: str, name: str | None, pending: Sequence[os.PathLike]) -> Path 
         return model_folder(key, name)
     except RecipeError:
         return None
-
-
-def fault_code(reason: str) -> str:
-    """Return the problem code for a text that `file_fault` returned."""
-    return "file-not-found" if reason.startswith(ABSENT) else "unreadable"
 
 
 def _check_weights(

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import combinations
 
-from launch.executors import slurm_client
 from launch.executors.components import components
+from launch.executors.containers.runtimes import RUNTIMES
 from launch.executors.nodes import takes_whole_nodes
 from launch.executors.slurm_client import SlurmError, host_names
 from launch.preflight import container_images, slurm_limits, slurm_request
@@ -119,27 +119,16 @@ def _start_together(suitable: dict[ComponentRequest, frozenset[str]]) -> Iterato
 
 
 def container_problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
-    """Yield a problem for each image key if srun lacks pyxis's options.
+    """Yield a problem for each image key if the container runtime is missing.
 
-    notes: receives warnings that an image's import delays the start, and that srun's options could not be checked.
+    notes: receives warnings that an image's import delays the start, and that the runtime could not be checked.
     """
     used = [f"cluster.{name}.container_image" for name, component in components(recipe).items() if component.container_image]
     if not used:
         return
-    notes += container_images.import_notes(recipe)
-    try:
-        options = slurm_client.run_command("srun", "--help")
-    except SlurmError as why:
-        notes.append(f"whether srun takes a container image was not checked: {why}")
-        return
-    if "--container-image" not in options:
-        for key in used:
-            yield Problem(
-                key,
-                "not-installed",
-                "srun here has no --container-image, which comes with the pyxis plugin (https://github.com/NVIDIA/pyxis). Try"
-                " null, with a Python environment on the shared file system",
-            )
+    runtime = RUNTIMES[recipe.cluster.container_runtime]
+    notes += container_images.import_notes(recipe) if runtime.pulls else []
+    yield from runtime.installation_problems(used, notes)
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------------

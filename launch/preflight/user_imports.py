@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.executors import containers
+from launch.executors.containers import runtime
 from launch.executors.executor import ROOT
 from launch.preflight import bounded, user_source
 from launch.preflight.data_files import Record
@@ -249,7 +249,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
         notes.append(f"{what}: only the source was checked, without an import. Try trust=true if you trust this recipe")
     for reference in references:
         answer = answers[reference.key]
-        elsewhere = executor != "local" and containers.has_another_python(getattr(recipe.cluster, reference.component))
+        elsewhere = executor != "local" and runtime.has_another_python(getattr(recipe.cluster, reference.component))
         if "unchecked" in answer:
             notes.append(f"{reference.key}: {reference.path} was not checked: {answer['unchecked']}")
         elif elsewhere and answer.get("wrong", "").startswith(ABSENT):

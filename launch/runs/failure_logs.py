@@ -1,4 +1,4 @@
-"""Find the log lines that explain a failed run, beside failure.json: lines of srun, of pyxis and of the failed rank.
+"""Find the log lines that explain a failed run, beside failure.json: of srun, of the container runtime and of the failed rank.
 
 Under Slurm the batch script writes two files into the attempt's folder: `failed_step`, with the component whose step failed
 first and its first rank; and `srun-COMPONENT.out`, srun's output for each component's step. The batch log has the output of all
@@ -11,6 +11,8 @@ import contextlib
 import re
 from pathlib import Path
 
+from launch.executors.containers.runtime import lacking
+from launch.executors.containers.runtimes import RUNTIMES
 from launch.executors.executor import REPORT
 from launch.executors.local import KILLED
 from launch.runs.attempts import AttemptFolder
@@ -22,10 +24,7 @@ from pipeline.recipe import user_files
 ENDED_WITH_ANOTHER = re.compile(r"exit code 12[34]\b")
 """Matches srun's line about ranks that pipeline/job/watchdog.py ended because another rank failed."""
 TASK = re.compile(r"^srun: error: .*?\btasks? (\d+)")
-PYXIS = re.compile(r"^(?:(\S+): |\[\S+\] )error: pyxis: ?(.*)")
-"""Matches an error line of pyxis, whose groups are (node, message). Such lines with enroot's messages follow. The node is
-`slurmstepd-NAME`; Slurm 26.05 prints the time instead."""
-PYXIS_LINES = 12
+START_LINES = 12
 TASK_KILLED = re.compile(r"oom_kill|oom-kill|OOM Killed|Out Of Memory|\bKilled$", re.I)
 """Matches lines of srun and slurmstepd about killed tasks, such as `Detected 1 oom_kill event in StepId=17.0`."""
 KILLED_LINES = 4
@@ -33,11 +32,18 @@ TAIL_BYTES = 256 << 10
 
 
 def failed_log_lines(run_dir: Path, attempt: AttemptFolder | None, count: int) -> list[str]:
-    """Return a heading and the last `count` lines of the log of the rank that failed first, or else of the most useful log."""
+    """Return a heading and the last `count` lines of the log of the rank that failed first, or else of the most useful log.
+
+    A last line says what the rank's image lacks, if the log shows that.
+    """
     log = failed_log(attempt) if attempt else None
     if log is None:
         log = log_with_traceback(run_dir, attempt.logs if attempt else [])
-    return log_end(log, count) if log else []
+    lines = log_end(log, count) if log else []
+    component = _failed_step(attempt)[0] if attempt else None
+    if component and _value(run_dir, f"cluster.{component}.container_image") and (why := lacking(component, lines[-2:])):
+        lines.append(f"  cause: {why}")
+    return lines
 
 
 def killed_lines(attempt: AttemptFolder) -> list[str]:
@@ -54,23 +60,24 @@ def log_end(log: Path, count: int) -> list[str]:
 
 
 def container_failure(run_dir: Path, attempt: AttemptFolder) -> list[str]:
-    """Return lines with the image and pyxis's errors if the container of the first failed component did not start; else []."""
+    """Return lines with the image and its runtime's errors if the first failed component's container did not start; else []."""
     component, first_rank, srun_lines = _failed_step(attempt)
     if component is None or _failed_rank_log(attempt, first_rank, srun_lines).exists():
         return []
-    errors = [match for line in srun_lines if (match := PYXIS.match(line))]
+    runtime = RUNTIMES[_value(run_dir, "cluster.container_runtime") or "pyxis"]
+    errors = runtime.start_errors(srun_lines)
     if not errors:
         return []
-    messages = list(dict.fromkeys(error[2].rstrip() for error in errors if error[1] == errors[0][1]))  # of the first node
-    image = _image(run_dir, component)
+    image = _value(run_dir, f"cluster.{component}.container_image")
     named = f"cluster.{component}.container_image: {image}" if image else "it has no image"
-    head = f"the container of the {component} component did not start ({named}); pyxis reports:"
-    return [head, *(f"  {line}" for line in messages[:PYXIS_LINES])]
+    head = f"the container of the {component} component did not start ({named}); {runtime.name} reports:"
+    cause = [f"  cause: {text}"] if (text := runtime.cause(errors)) else []
+    return [head, *(f"  {line}" for line in errors[:START_LINES]), *cause]
 
 
-def _image(run_dir: Path, component: str) -> str | None:
+def _value(run_dir: Path, key: str) -> str | None:
     try:
-        return RunFolder.at(run_dir).value(f"cluster.{component}.container_image")
+        return RunFolder.at(run_dir).value(key)
     except RecipeError:
         return None
 

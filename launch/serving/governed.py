@@ -31,6 +31,8 @@ GOVERNED = {
     "cluster.*.container_image": EXECUTES,
     "cluster.*.container_mounts": EXECUTES,
     "cluster.*.container_workdir": EXECUTES,
+    "cluster.*.container_args": EXECUTES,
+    "cluster.container_runtime": EXECUTES,
     "checkpointing.encryption": "how files are encrypted",
     "env.*.rewards": EXECUTES,
     "env.*.kwargs.sandbox": "where programs of the policy run",

@@ -2,7 +2,7 @@
 
 A needed recipe merges these sources, each of which overrides the sources above it:
     the schema's defaults
-    the requested recipe's files: cluster.executor, cluster.sbatch_options, and each component's keys of SITE
+    the requested recipe's files: cluster.* of SHARED, and each component's keys of SITE
     its own files
     every cluster.* of the command line; the keys of SIZES only if its layout allows them
 """
@@ -19,9 +19,11 @@ from pipeline.config import Loaded, Problem, collected, components_on_train_node
 
 SITE = (
     *("partition", "account", "qos", "constraint", "sbatch_options", "python", "srun_args", "env_vars"),
-    *("container_image", "container_mounts", "container_workdir"),
+    *("container_image", "container_mounts", "container_workdir", "container_args"),
 )
 """Keys that say where a component runs. Each recipe has its own sizes and time limit."""
+SHARED = ("executor", "sbatch_options", "container_runtime")
+"""Keys of all components that say where they run."""
 SIZES = ("share_nodes", "ranks_per_node", "cpus_per_task", "gpus_per_node", "nodes")
 
 
@@ -66,7 +68,7 @@ def _from_files(requested: Loaded, needed: Loaded) -> list[str]:
         section, *rest = key.split(".")
         if section != "cluster" or not rest or origin == config_tree.COMMAND_LINE:
             continue
-        if rest[0] in ("executor", "sbatch_options"):
+        if rest[0] in SHARED:
             values[f"cluster.{rest[0]}"] = getattr(requested.recipe.cluster, rest[0])
         elif rest[1:2] == ["sbatch_options"] and rest[0] in components_on_train_nodes(needed.recipe):
             continue  # it has no nodes of its own there

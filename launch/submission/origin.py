@@ -33,8 +33,7 @@ def of_submission(recipe: Recipe) -> dict[str, Any]:
 def _image(image: str) -> dict[str, Any]:
     digest = DIGEST.search(image)
     record: dict[str, Any] = {"image": image, "digest": digest[1] if digest else None}
-    try:
-        status = os.stat(image)
-    except OSError:  # a registry's, or a file that only nodes see
+    if not os.path.isfile(image):  # a registry's, a sandbox folder, or a file that only nodes see
         return record
+    status = os.stat(image)
     return record | {"size": status.st_size, "mtime_ns": status.st_mtime_ns}

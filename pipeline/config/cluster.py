@@ -86,11 +86,14 @@ class ComponentConfig:
     sbatch_options: Options = field(default_factory=dict)
     """Other sbatch options for these nodes. They override cluster.sbatch_options."""
     container_image: Line | None = None
-    """Container image for pyxis: the path of a .sqsh file, or [USER@][REGISTRY#]IMAGE[:TAG]. null: no container."""
+    """Container image. pyxis: the path of a .sqsh file, or [USER@][REGISTRY#]IMAGE[:TAG]. apptainer: the path of a .sif file or
+    of a sandbox folder. null: no container."""
     container_mounts: list[Line] | None = None
     """Mounts, as SOURCE:TARGET[:FLAGS]. Submission checks that they cover all paths that the component opens."""
     container_workdir: Line | None = None
     """Working directory in the container."""
+    container_args: list[Line] = field(default_factory=list)
+    """Other arguments of `apptainer exec`, such as --nvccli or --writable-tmpfs. With pyxis, use srun_args."""
     python: Line | None = None
     """Python interpreter in the container. null: the one that runs submit.py."""
     srun_args: list[Line] = field(default_factory=list)
@@ -185,6 +188,9 @@ class ClusterConfig:
     """auto: the allocation that submit.py runs in, else slurm if a controller answers, else local."""
     time_min: Positive = 240
     """Time limit of one allocation, in minutes. requeue continues the run in another one."""
+    container_runtime: Literal["pyxis", "apptainer", "none"] = "pyxis"
+    """What starts the ranks of a component that has a container_image. pyxis: Slurm's plugin, with enroot. apptainer:
+    `apptainer exec`, or else `singularity exec`, in each task of srun. none: no component may have an image."""
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     node_checks: NodeChecksConfig = field(default_factory=NodeChecksConfig)
     sbatch_options: Options = field(default_factory=dict)

@@ -110,13 +110,14 @@ class ExportLine(TypedDict):
 def complete_entry(entry: dict[str, Any]) -> dict[str, Any]:
     """Return an entry of inputs.json with its files and its origin filled in, if its path exists by now.
 
-    The entry's files: the state of each file; empty for a checkpoint, which its lineage.json identifies. Its origin: the result
-    of `origin_of`.
+    The entry's files: the state of each file; empty for a checkpoint, which its lineage.json identifies, and for an image that
+    is a folder. Its origin: the result of `origin_of`.
     """
     path = Path(entry["path"]) if entry["path"] else None
     if entry["files"] or entry["origin"] or path is None or not path.exists():
         return entry
-    files = [] if entry["role"] == "checkpoint" else [asdict(state) for state in states(path)]
+    whole_system = entry["role"] == "image" and path.is_dir()  # a sandbox of Apptainer, whose links form cycles
+    files = [] if entry["role"] == "checkpoint" or whole_system else [asdict(state) for state in states(path)]
     return entry | {"files": files, "origin": origin_of(path)}
 
 

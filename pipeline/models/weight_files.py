@@ -231,6 +231,11 @@ def file_fault(path: Path) -> str | None:
     return None if start else "is empty; fetch it again"
 
 
+def fault_code(reason: str) -> str:
+    """Return the problem code for a text that `file_fault` returned."""
+    return "file-not-found" if reason.startswith(ABSENT) else "unreadable"
+
+
 def _why_absent(path: Path) -> str:
     target = path.resolve()
     places = (target.parent.glob(f"{target.name}*.incomplete"), path.parent.glob(f".cache/huggingface/download/{path.name}*"))

@@ -32,6 +32,19 @@ def report_and_finish(run_dir: str) -> None:
         Path(run_dir, "done.json").write_text(json.dumps({"step": 1}))
 
 
+def report_container(run_dir: str) -> None:
+    """Report which image this is, the folders that can be written, and the environment; the run is complete when all have."""
+    folders = ["/", "/tmp", "/dev/shm", os.environ["HOME"], os.environ.get("TMPDIR", "/tmp"), str(Path(__file__).parent)]
+    found = {"image": Path("/etc/image").read_text(), "folder": os.getcwd(), "writable": [*filter(_writable, folders)]}
+    name = os.environ["HETSTEP_RANK"]
+    Path(run_dir, f"container{name}.json").write_text(json.dumps({**found, "environment": {**os.environ}}))
+    report_and_finish(run_dir)
+
+
+def _writable(folder: str) -> bool:
+    return os.access(folder, os.W_OK)
+
+
 def report_and_wait(run_dir: str) -> None:
     """Report, and stay until killed."""
     report(run_dir)

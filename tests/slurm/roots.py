@@ -104,13 +104,13 @@ def inside(path: Path, command: list[str]) -> list[str]:
         binds += ["--ro-bind", own, own]
     for own in ("/tmp", str(Path.home()), sys.prefix, str(CODE)):  # in this order: a later one may be inside an earlier
         binds += ["--bind", own, own]
-    for own in _python():
+    for own in python_paths():
         binds += ["--ro-bind", own, own]
     return [program, *binds, "--chdir", str(CODE), *command]
 
 
-def _python() -> list[str]:
-    """Return the interpreter's files of the virtual environment. A distribution's own shares its folders with all else."""
+def python_paths() -> list[str]:
+    """Return the interpreter's files that the virtual environment needs. A distribution's own is in folders of others."""
     if sys.base_prefix != "/usr":
         return [sys.base_prefix]
     return [os.path.realpath(sys.executable), sysconfig.get_path("stdlib")]

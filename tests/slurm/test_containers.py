@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.executors import containers, slurm
+from launch.executors import slurm
 from launch.executors.executor import ROOT
 from pipeline.config import ClusterConfig, ComponentConfig, loading
 from tests.end_to_end import runs
@@ -230,4 +230,3 @@ def test_an_image_that_sets_the_job_s_variables_cannot_hide_code_and_caches(tmp_
     code = shlex.quote(str(ROOT)).replace("'", """'"'"'""")  # within quotes
     assert f"export HF_HOME={Path.home()}/cache HF_HUB_CACHE=/shared/hub; export PYTHONPATH={code}${{PYTHONPATH:+" in inside
     assert "HF_HOME" not in outside and "PYTHONPATH" not in outside
-    assert containers.options(ComponentConfig()) == []

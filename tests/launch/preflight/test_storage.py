@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from launch.executors.containers import apptainer
+from launch.executors.containers.runtimes import RUNTIMES
 from launch.executors.executor import ROOT
 from launch.preflight import architecture, container_images, file_systems, slurm_job
 from launch.preflight.container_images import Mount, resolve_inside
@@ -376,6 +378,102 @@ def test_containers_that_cannot_start_are_refused(folder, contained, keys, key, 
     given = [f"{ROOT}:{ROOT}", f"{folder}:{folder}"]
     problems = contained(**{**keys, "container_mounts": given + keys.get("container_mounts", [])})
     assert named(problems) == ({(f"cluster.train.{key}", code)} if key else set())
+
+
+SIF = bytes(32) + b"SIF_MAGIC" + bytes(71) + (150).to_bytes(8, "little") + (50).to_bytes(8, "little") + bytes(72)
+"""A SIF file of 200 bytes, whose header says that the data begin at byte 150 and have 50 bytes."""
+APPTAINER = "cluster.container_runtime=apptainer"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "keys", "key", "code", "says"),
+    [
+        ("apptainer", {}, None, None, ""),
+        ("apptainer", {"container_image": "train.sqsh"}, None, None, ""),  # as enroot makes them
+        ("apptainer", {"container_image": "sandbox", "container_args": ["--nvccli"]}, None, None, ""),
+        ("apptainer", {"container_image": "empty"}, "container_image", "bad-format", "has no bin/bash"),
+        ("apptainer", {"container_image": "data.jsonl"}, "container_image", "bad-format", "expected a SIF file"),
+        ("apptainer", {"container_image": "cut.sif"}, "container_image", "unreadable", "199 of 200 bytes"),
+        ("apptainer", {"container_image": "no.sif"}, "container_image", "file-not-found", "give the path of a SIF file"),
+        (
+            "apptainer",
+            {"container_image": "docker://nvcr.io/nvidia/pytorch:26.07-py3"},
+            *("container_image", "unsupported"),
+            "every rank would pull and convert as it starts; expected a SIF file that all nodes see. Try `apptainer pull"
+            " /SHARED/pytorch_26_07_py3.sif docker://nvcr.io/nvidia/pytorch:26.07-py3` once, and",
+        ),
+        (
+            "apptainer",
+            {"container_image": "oras://ghcr.io/me/x"},
+            "container_image",
+            "unsupported",
+            "x.sif oras://ghcr.io/me/x",
+        ),
+        ("apptainer", {"container_image": "nvcr.io#nvidia/x"}, "container_image", "unsupported", "docker://nvcr.io/nvidia/x`"),
+        ("apptainer", {"container_image": ":train.sif"}, "container_image", "ambiguous", "Try /"),
+        ("apptainer", {"container_mounts": ["/tmp:/x:ro+rprivate"]}, "container_mounts", "bad-format", "expected ro or rw"),
+        ("apptainer", {"container_mounts": ["tmpfs:/x"]}, "container_mounts", "bad-format", "expected /from"),
+        ("apptainer", {"srun_args": ["--container-writable"]}, "srun_args", "contradiction", "an option of pyxis"),
+        ("apptainer", {"container_args": ["--bind=/x"]}, "container_args", "contradiction", "container_mounts instead"),
+        ("apptainer", {"container_args": ["--nv"]}, "container_args", "contradiction", "gpus_per_node instead"),
+        ("pyxis", {}, "container_image", "bad-format", "It is a SIF image: try cluster.container_runtime=apptainer"),
+        (
+            "pyxis",
+            {"container_image": "train.sqsh", "container_args": ["--nvccli"]},
+            *("container_args", "has-no-effect", "Try cluster.train.srun_args"),
+        ),
+        ("none", {}, "container_image", "contradiction", "expected null, because cluster.container_runtime is none"),
+    ],
+)
+def test_what_each_runtime_starts(folder, contained, runtime, keys, key, code, says):
+    (folder / "train.sif").write_bytes(SIF)
+    (folder / "cut.sif").write_bytes(SIF[:-1])
+    (folder / "empty").mkdir()
+    (folder / "sandbox/bin").mkdir(parents=True)
+    (folder / "sandbox/bin/bash").symlink_to("/usr/bin/bash")
+    image = keys.get("container_image", "train.sif")
+    image = image.removeprefix(":") if set(":#") & set(image) else str(folder / image)
+    given = [f"{ROOT}:{ROOT}", f"{folder}:{folder}", *keys.get("container_mounts", [])]
+    found = contained(f"cluster.container_runtime={runtime}", **{**keys, "container_image": image, "container_mounts": given})
+    assert named(found) == ({(f"cluster.train.{key}", code)} if key else set())
+    assert all(says in problem.message for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("switch", "device", "setuid", "says"),
+    [
+        ("0", "", 0, "lets users make no namespaces (user.max_user_namespaces is 0), which"),
+        ("1", "x", 0, "lets users mount no SIF files, since they may not open"),
+        ("1", "", 0, None),
+        ("0", "x", 1, None),
+    ],
+)
+def test_a_machine_whose_users_can_start_no_container_is_noted(tmp_path, monkeypatch, switch, device, setuid, says):
+    """The program only tells whether it has its setuid part. Root may open each device, so `access` is replaced."""
+    (tmp_path / "apptainer").write_text(f"#!/bin/sh\necho APPTAINER_SUID_INSTALL={setuid}\n")
+    (tmp_path / "apptainer").chmod(0o755)
+    (tmp_path / "switch").write_text(f"{switch}\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setattr(apptainer, "SWITCHES", {str(tmp_path / "switch"): "user.max_user_namespaces"})
+    monkeypatch.setattr(apptainer, "FUSE", str(tmp_path / (device or "none")))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "access", lambda path, mode, access=os.access: path != f"{tmp_path}/x" and access(path, mode))
+    (tmp_path / "x").touch()
+    notes: list[str] = []
+    assert [*RUNTIMES["apptainer"].installation_problems(["key"], notes)] == []
+    assert len(notes) == bool(says) and all(says in note for note in notes)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert [*RUNTIMES["apptainer"].installation_problems(["key"], notes)] == []
+    assert "key: whether nodes have Apptainer was not checked: there is no apptainer or singularity in PATH here" in notes[-1]
+
+
+def test_a_sites_own_mounts_count(folder, contained, monkeypatch):
+    (folder / "train.sif").write_bytes(SIF)
+    image, mounts = str(folder / "train.sif"), [f"{ROOT}:{ROOT}"]
+    found = contained(APPTAINER, container_image=image, container_mounts=mounts)
+    assert named(found) == {(MOUNTS, "not-mounted")}
+    monkeypatch.setenv("APPTAINER_BIND", f"/nowhere,{folder}")
+    assert contained(APPTAINER, container_image=image, container_mounts=mounts) == []
 
 
 def test_container_keys_without_an_image_have_no_effect(contained):

@@ -40,8 +40,30 @@ def run_dir(attempt: AttemptFolder) -> Path:
 @pytest.mark.parametrize("tasks", ["task 1", "tasks 1-3"])
 def test_the_log_of_the_first_failed_task_is_shown(attempt, tasks):
     write(attempt, srun=f"srun: error: n2: {tasks}: Exited with exit code 127\n", rank2="loading\n", rank3=f"{MISSING}\n")
-    assert failed_log_lines(run_dir(attempt), attempt, 30) == [f"the end of {attempt.folder}/rank00003.log:", f"  {MISSING}"]
+    lines = failed_log_lines(run_dir(attempt), attempt, 30)
+    assert lines[:2] == [f"the end of {attempt.folder}/rank00003.log:", f"  {MISSING}"]
+    assert lines[2:] == ["  cause: the image has no such program. cluster.generate.python names a Python of the image"]
     assert container_failure(run_dir(attempt), attempt) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("ModuleNotFoundError: No module named 'submitit'", "the image's Python, cluster.generate.python, lacks this package"),
+        (
+            "python3: libc.so.6: version `GLIBC_2.38' not found (required by python3)",
+            "a mounted program needs a newer C library",
+        ),
+        ("ImportError: libz.so.1: cannot open shared object file: No such file or directory", "the image lacks this library"),
+        ("ValueError: too few values", None),
+    ],
+)
+def test_what_an_image_lacks_is_said(attempt, said, cause):
+    write(attempt, srun="srun: error: n2: task 1: Exited with exit code 1\n", rank2="", rank3=f"File x, line 3\n{said}\n")
+    *_, shown, last = ["", *failed_log_lines(run_dir(attempt), attempt, 30)]
+    assert (last == f"  {said}") if cause is None else last.startswith(f"  cause: {cause}") and shown == f"  {said}"
+    write_recipe(run_dir(attempt), "recipe")  # without an image
+    assert failed_log_lines(run_dir(attempt), attempt, 30)[-1] == f"  {said}"
 
 
 def test_sruns_output_is_shown_for_a_rank_without_a_log(attempt):
