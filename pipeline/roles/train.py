@@ -64,6 +64,7 @@ class TrainRole:
         self._batches: list[list[PackedBatch]] = []  # the microbatches of each update
         self._models: dict[str, TrainBackend] = {}
         self._background = BackgroundWorker()
+        self._mean_kl = 0.0  # see PackedBatch.mean_kl
         self._key: FileKey | None = None  # of checkpoints
         self._digests: dict[str, str] = {}  # of the files of the last `save`
         self._retry = RetryPolicy(storage_timeout_s(recipe.cluster.timeouts), kept=lambda: kept(world.info.run_dir))
@@ -122,9 +123,31 @@ class TrainRole:
     def _pack(self, samples: Sequence[Sample], plan: Sequence[list[int]], device: torch.device | str) -> list[PackedBatch]:
         """Pack microbatches. The user's own losses may read the log-probs of all tokens; ours read those that count."""
         batches = pack_each(samples, plan, device)
+        if self._algorithm.needs.mismatched:
+            batches = [dataclasses.replace(batch, mean_kl=self._mean_kl) for batch in batches]
         if self._recipe.loss_fn.custom or self._recipe.algorithm_class:
             return [dataclasses.replace(batch, wanted=None) for batch in batches]
         return batches
+
+    @verb("train")
+    @named_operators()
+    def measure_kl(self, updates: list[Update]) -> float:
+        """Return the sum of log pi(y) - log pi_ref(y) over these samples' answers y."""
+        with self._world.phase("KL of mismatched answers"):
+            total = 0.0
+            for update in updates:
+                batches = self._pack(update.samples, update.forward, self._policy.device)
+                outputs = [self._policy.forward(batches, weights) for weights in ("policy", "reference")]
+                for batch, policy, reference in zip(batches, *outputs, strict=True):
+                    assert policy.logprobs is not None and reference.logprobs is not None
+                    difference = policy.logprobs.double() - reference.logprobs.double()
+                    total += difference[batch.loss_mask].sum().item()
+            return total
+
+    @verb("train")
+    def set_mean_kl(self, mean_kl: float) -> None:
+        """Give the batches of the next `load` or `evaluate` the KL of the mismatched answers."""
+        self._mean_kl = mean_kl
 
     @verb("train")
     @named_operators()

@@ -19,7 +19,16 @@ from pipeline.algorithms.loss import estimate_kl, mask_mismatched_sequences, mis
 from pipeline.algorithms.pairs import reward_model_loss
 from pipeline.algorithms.sections import GAEConfig, RewardScalingConfig, RewardShapingConfig
 from pipeline.algorithms.token_advantages import moments, normalization, standardize
-from pipeline.config import AdvantageConfig, DPOConfig, EnvironmentConfig, GRPOConfig, LossConfig, PPOConfig, ValueLossConfig
+from pipeline.config import (
+    AdvantageConfig,
+    DPOConfig,
+    EnvironmentConfig,
+    GRPOConfig,
+    KTOConfig,
+    LossConfig,
+    PPOConfig,
+    ValueLossConfig,
+)
 from pipeline.config.environments import RewardConfig
 from pipeline.types import LossOutput, Outputs, PackedBatch, TopK
 from tests.algorithms.golden.files import Golden
@@ -98,6 +107,23 @@ def dpo(golden: Golden) -> Found:
     batch = rows.batch(reference_logprobs=reference)
     found = _outputs(made(config).loss(Outputs(logprobs=rows.packed(logprobs)), batch, rows.counts), leaf)
     return found if "logits" in rows.inputs else _of_tokens(found)
+
+
+def kto(golden: Golden) -> Found:
+    """Compute KTO's loss, with z0 of the mismatched answers `kl_...` (TRL averages over the answers of a microbatch).
+
+    TRL: `KTOTrainer._compute_loss` with models that return the given logits, for `tokens` and for `kl_tokens`.
+    """
+    rows = Rows(golden.inputs)
+    leaf = rows.leaf("logits")
+    mismatched = Rows({name.removeprefix("kl_"): value for name, value in golden.inputs.items() if name.startswith("kl_")})
+    ratios = _of_drawn(mismatched, mismatched.tensor("logits")) - _of_drawn(mismatched, mismatched.tensor("reference_logits"))
+    algorithm, labels = made(KTOConfig(**golden.arguments)), tensor(golden.inputs["labels"])
+    mean_kl = (ratios * mismatched.mask).sum(1).mean().clamp(min=0).item() if algorithm.needs.mismatched else 0.0
+    reference = _of_drawn(rows, rows.tensor("reference_logits"))
+    batch = rows.batch(reference_logprobs=reference, rewards=labels, mean_kl=mean_kl)
+    counts = dataclasses.replace(rows.counts, good=int(labels.sum()))
+    return _outputs(algorithm.loss(Outputs(logprobs=rows.packed(_of_drawn(rows, leaf))), batch, counts), leaf)
 
 
 def _of_drawn(rows: Rows, logits: torch.Tensor) -> torch.Tensor:
@@ -308,6 +334,7 @@ OURS: dict[str, Callable[[Golden], Found]] = {
     "gae": gae,
     "gdpo": gdpo,
     "kl": kl,
+    "kto": kto,
     "mismatch": mismatch,
     "opd": opd,
     "policy_loss": of_policy,
