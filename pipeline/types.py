@@ -321,6 +321,7 @@ class PackedBatch:
     ] = ()  # [S] (the first sequence with the same prompt, tokens of the prompt); (): unknown
     old_logprobs: torch.Tensor | None = None  # [T] float32, by the policy before this step's first update
     old_full_logprobs: torch.Tensor | None = None  # [T] float32, likewise; see Outputs.full_logprobs
+    old_entropy: torch.Tensor | None = None  # [T] float32, likewise, of the distribution of token t
     reference_logprobs: torch.Tensor | None = None  # [T] float32, by the frozen reference policy; never truncated
     old_values: torch.Tensor | None = None  # [T] float32, by the critic before this step's first update; after token t
     returns: torch.Tensor | None = None  # [T] float32: the target of the critic's value *before* token t

@@ -164,6 +164,7 @@ REFUSED = [
     ("dpo", "policy.sequence_packing.logprob_mb_tokens=1000", "policy.sequence_packing.logprob_mb_tokens", "too-small"),
     ("rm", "data.train.chosen_key=answer data.train.rejected_key=answer", "data.train.rejected_key", "contradiction"),
     ("dpo", "data.train.dataset_name=scratchpad_addition", "data.train.dataset_name", "unsupported"),
+    ("grpo", "loss_fn.top_entropy_quantile=0.2 grpo.advantage_clip_low=0.1", "loss_fn.top_entropy_quantile", "contradiction"),
     ("kto", "policy.train_global_batch_size=1", "policy.train_global_batch_size", "too-small"),
     ("kto", "kto.desirable_weight=0 kto.undesirable_weight=0", "kto.desirable_weight", "contradiction"),
     ("kto", "data.train.dataset_name=gsm8k", "data.train.dataset_name", "unsupported"),

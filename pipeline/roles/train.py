@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pipeline import config, train
 from pipeline.algorithms.algorithm import Algorithm, Loss, OnlineAlgorithm
-from pipeline.algorithms.token_advantages import moments, standardize
+from pipeline.algorithms.token_advantages import keep_high_entropy, moments, standardize
 from pipeline.checkpoints import verification
 from pipeline.checkpoints.background_worker import BackgroundWorker
 from pipeline.checkpoints.checkpoint import kept, read_record, storage_timeout_s, wait_until_seen
@@ -156,9 +156,9 @@ class TrainRole:
         needs = self._algorithm.needs
         if needs.old:
             first = 0 if needs.old_of_first else 1
-            self._attach(
-                lambda out: {"old_logprobs": out.logprobs, "old_full_logprobs": out.full_logprobs}, "policy", first=first
-            )
+            fields = {"old_logprobs": "logprobs", "old_full_logprobs": "full_logprobs"}
+            fields |= {"old_entropy": "entropy"} if needs.top_entropy < 1 else {}
+            self._attach(lambda out: {ours: getattr(out, name) for ours, name in fields.items()}, "policy", first=first)
         if needs.reference:
             self._attach(lambda out: {"reference_logprobs": out.logprobs}, "policy", weights="reference")
         if needs.critic:
@@ -193,6 +193,19 @@ class TrainRole:
         self._updates = [
             dataclasses.replace(update, counts=counts) for update, counts in zip(self._updates, to.counts, strict=True)
         ]
+
+    @verb("train")
+    def keep_high_entropy(self) -> None:
+        """Set advantages to 0, except for the share `needs.top_entropy` of each update's counted tokens."""
+        with self._world.phase("high entropy"):
+            share = self._algorithm.needs.top_entropy
+            self._batches = [keep_high_entropy(batches, share, self._over_data_ranks) for batches in self._batches]
+
+    def _over_data_ranks(self, count: int) -> int:
+        """Return the sum of a count over the data-parallel ranks. Collective."""
+        total = torch.tensor(count, device=self._policy.device)
+        dist.all_reduce(total, group=self._world.own)
+        return int(total) // (self._world.own.size() // self._policy.data_size)
 
     @verb("train")
     @named_operators()

@@ -42,6 +42,7 @@ TRANSLATED = [
     (f"{GRPO} --loss_type grpo", "loss_fn.token_level_loss", False),
     (f"{GRPO} --loss_type cispo --epsilon_high 5", "loss_fn.ratio_clip_max", 4),
     (f"{GRPO} --loss_type cispo --epsilon_high 5", "loss_fn.ratio_clip_min", 1.0),
+    (f"{GRPO} --top_entropy_quantile 0.2", "loss_fn.top_entropy_quantile", 0.2),
     (f"{GRPO} --delta 4", "loss_fn.ratio_clip_c", 4),
     (f"{GRPO} --importance_sampling_level sequence --loss_type grpo", "loss_fn.sequence_level_importance_ratios", True),
     (f"{GRPO} --scale_rewards none", "grpo.normalize_rewards", False),

@@ -18,7 +18,7 @@ from pipeline.algorithms.divergence import distillation_loss
 from pipeline.algorithms.loss import estimate_kl, mask_mismatched_sequences, mismatch_metrics, policy_loss, sft_loss, value_loss
 from pipeline.algorithms.pairs import reward_model_loss
 from pipeline.algorithms.sections import GAEConfig, RewardScalingConfig, RewardShapingConfig
-from pipeline.algorithms.token_advantages import moments, normalization, standardize
+from pipeline.algorithms.token_advantages import keep_high_entropy, moments, normalization, standardize
 from pipeline.config import (
     AdvantageConfig,
     DPOConfig,
@@ -76,6 +76,22 @@ def of_policy(golden: Golden) -> Found:
         config = LossConfig(entropy_coeff=1.0, disable_ppo_ratio=True)
         outputs = dataclasses.replace(outputs, entropy=rows.packed(leaf))
     return _of_tokens(_outputs(policy_loss(config, outputs, rows.batch(**fields), rows.counts), leaf))
+
+
+def high_entropy(golden: Golden) -> Found:
+    """Compute the policy's loss on the tokens of the highest entropy.
+
+    TRL: `GRPOTrainer._compute_loss` with a trainer whose model returns the rows `logprobs` and `old_entropy`; one advantage for
+    each sequence, and the batch's number of counted tokens as `num_items_in_batch`.
+    """
+    rows, config = Rows(golden.inputs), LossConfig(**golden.arguments)
+    leaf = rows.leaf("logprobs")
+    fields = {name: rows.tensor(name) for name in ("old_logprobs", "old_entropy")}
+    fields["advantages"] = rows.tensor("advantages")[:, None].expand(rows.mask.shape)
+    if config.reference_policy_kl_penalty:
+        fields["reference_logprobs"] = rows.tensor("reference_logprobs")
+    (batch,) = keep_high_entropy([rows.batch(**fields)], config.top_entropy_quantile, int)
+    return _outputs(policy_loss(config, Outputs(logprobs=rows.packed(leaf)), batch, rows.counts), leaf)
 
 
 def sft(golden: Golden) -> Found:
@@ -333,6 +349,7 @@ OURS: dict[str, Callable[[Golden], Found]] = {
     "estimates": estimates,
     "gae": gae,
     "gdpo": gdpo,
+    "high_entropy": high_entropy,
     "kl": kl,
     "kto": kto,
     "mismatch": mismatch,
@@ -359,7 +376,7 @@ def difference(golden: Golden) -> float:
     for name, theirs in golden.expected.items():
         ours = found[name]
         assert ours.shape == theirs.shape, f"{golden.name}: {name} is {tuple(ours.shape)}, theirs {tuple(theirs.shape)}"
-        if name == "gradient" and golden.arguments.get("sequence_level_importance_ratios") and golden.peer == "NeMo-RL":
+        if name == "gradient" and golden.arguments.get("sequence_level_importance_ratios") and golden.peer != "verl":
             # GSPO-token's gradient differs within a sequence with several advantages, and not in its sum.
             ours, theirs = ours.sum(-1), theirs.sum(-1)
         scale = max(theirs.abs().max().item(), SMALL)

@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
         "loss_fn": {"sequence_level_importance_ratios": True, "token_level_loss": False, "ratio_clip_min": 0.01},
     },
     "cispo": {"algorithm": "grpo", "loss_fn": {"use_cispo": True, "ratio_clip_max": 0.1}},
+    "grpo, high entropy": {"algorithm": "grpo", "loss_fn": {"top_entropy_quantile": 0.3}},
     "reinforce++, KL in the reward": {
         "algorithm": "grpo",
         "grpo": {"adv_estimator": {"name": "reinforce_plus_plus", "minus_baseline": False}},

@@ -29,9 +29,18 @@ from tests.train.megatron.layouts import CP2, DP2, EP2, PP2, TP2_SP
 BOUND = 5e-5
 # By default every algorithm runs on both backends, in the layout of Megatron-Core that cuts what its loss sums over.
 QUICK = {
-    Setup("fsdp", DP2, "single"): ("sft", "dpo", "kto", "rm", "grpo, by sequences, KL, TIS", "ppo", "distillation"),
+    Setup("fsdp", DP2, "single"): (
+        "sft",
+        "dpo",
+        "kto",
+        "rm",
+        "grpo, by sequences, KL, TIS",
+        "grpo, high entropy",
+        "ppo",
+        "distillation",
+    ),
     Setup("megatron", TP2_SP, "reversed"): ("sft", "dpo", "kto", "rm", "distillation"),
-    Setup("megatron", CP2, "single"): ("grpo, by sequences, KL, TIS", "ppo"),
+    Setup("megatron", CP2, "single"): ("grpo, by sequences, KL, TIS", "grpo, high entropy", "ppo"),
 }
 # Marked `full`, every case of every algorithm runs in one setup of each kind.
 FULL = (*QUICK, Setup("megatron", PP2))
