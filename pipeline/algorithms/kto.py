@@ -2,7 +2,7 @@
 
 With h = log pi(y) - log pi_ref(y), summed over the answer's tokens, and s = 1 for a good answer, -1 for a bad one:
 
-    loss = mean over answers of w (1 - sigma(beta s (h - z0)))         eq. 8; w: desirable_weight or undesirable_weight
+    loss = mean over answers of w (1 - sigma(beta s (h - z0)))         eq. 7; w: desirable_weight or undesirable_weight
     z0   = max(0, mean over the step's answers of log pi(y') - log pi_ref(y'))
 
 y' is another prompt's answer, put behind this answer's prompt. z0 is a number: it has no gradient. preference_loss =
@@ -45,8 +45,7 @@ class KTOConfig(OfflineConfig):
     reference_policy_kl_penalty: Annotated[Float, LIVE, Field(gt=0)] = 0.1
     """KTO's beta."""
     desirable_weight: Annotated[Float, LIVE, Field(ge=0)] = 1.0
-    """Weight of good answers. The paper has desirable_weight * (number of good answers) between 1 and 1.5 times the same of bad
-    ones."""
+    """Weight of good answers. The paper advises that weight * number of the good answers is 1 to 4/3 times that of bad ones."""
     undesirable_weight: Annotated[Float, LIVE, Field(ge=0)] = 1.0
     """Weight of bad answers."""
 
@@ -103,15 +102,14 @@ class KTO(Algorithm):
             message = f"got {size}; expected at least 2, since z0 is measured on the answers to other prompts of the step"
             yield Problem("policy.train_global_batch_size", "too-small", message)
         if config.desirable_weight == config.undesirable_weight == 0:
-            message = (
-                f"got 0 with {self.name}.undesirable_weight=0, which leaves nothing to learn; expected one of them above 0"
-            )
+            message = f"got 0 with {self.name}.undesirable_weight=0; expected one of them above 0, or nothing is learned"
             yield Problem(f"{self.name}.desirable_weight", "contradiction", message)
 
 
 def _rotation(prompts: list[bytes]) -> int:
     """Return the smallest rotation that gives the fewest samples an answer to their own prompt; 0 for a single sample."""
-    numbers = np.unique(prompts, return_inverse=True)[1]
+    first: dict[bytes, int] = {}
+    numbers = np.array([first.setdefault(prompt, place) for place, prompt in enumerate(prompts)])
     fewest, best = len(prompts) + 1, 0
     for shift in range(1, len(prompts)):
         same = int((numbers == np.roll(numbers, shift)).sum())

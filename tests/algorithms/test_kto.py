@@ -92,6 +92,11 @@ def test_both_answers_of_a_pair_get_other_prompts_answers():
     assert texts(found) == [([p], [10 * (p - 1 or 3) + i]) for p in (1, 2, 3) for i in range(2)]
 
 
+def test_prompts_differ_by_their_last_token_alone():
+    """Token 0 has only zero bytes."""
+    assert texts(mismatched([sample([5], [10]), sample([5, 0], [20])])) == [([5], [20]), ([5, 0], [10])]
+
+
 def test_mismatched_answers_are_cut_to_the_longest_input():
     found = mismatched([sample([1, 1, 1], [10]), sample([2], [20, 21, 22])], longest=4)
     assert texts(found) == [([1, 1, 1], [20]), ([2], [10])]
