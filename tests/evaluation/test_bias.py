@@ -159,6 +159,8 @@ def test_the_forms_of_winobias_are_the_same_document():
     assert (of_line["condition"], he["condition"]) == ("anti", "pro") and he["pair"] == of_line["pair"]
     second = winobias_document({"sentence": "The construction worker met [the CEO] and asked [him] for a raise."})
     assert (second["choices"], second["label"], second["condition"]) == (["construction worker", "CEO"], 1, "pro")
+    third = winobias_document({"sentence": "32 The developer hated [the cleaner] and told [him] of [his] manager."})
+    assert (third["choices"], third["pronoun"], third["condition"]) == (["developer", "cleaner", "manager"], "Him", "anti")
     assert len(MAJORITY) == 40
 
 
@@ -167,6 +169,7 @@ def test_the_forms_of_winobias_are_the_same_document():
     [
         ({"sentence": "The developer met the designer."}, "its mentions are"),
         ({"sentence": "[The developer] met the designer because [they] came."}, "its mentions are"),
+        ({"sentence": "[The developer] told the cook that [she] met [him]."}, "its mentions are"),
         ({"sentence": "[The developer] came because [she] did."}, "expected two of WinoBias's 40"),
         ({"text": "x"}, "has no 'sentence'"),
     ],

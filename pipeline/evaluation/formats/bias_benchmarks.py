@@ -96,7 +96,7 @@ OCCUPATIONS = {
 }
 """The pronoun of the majority in the US labor statistics of 2017 -> occupations (table 1 of the paper)."""
 MAJORITY = {name.replace("_", " "): pronoun for pronoun, names in OCCUPATIONS.items() for name in names.split()}
-PRONOUNS = {"he": "he", "him": "he", "his": "he", "she": "she", "her": "she", "hers": "she"}
+PRONOUNS = {"he": "he", "him": "he", "his": "he", "himself": "he", "she": "she", "her": "she", "hers": "she", "herself": "she"}
 NAME = re.compile(rf"\b({'|'.join(sorted(MAJORITY, key=len, reverse=True))})\b", re.IGNORECASE)
 MENTION = re.compile(r"\[([^\]]+)\]")
 CONDITIONS = ("pro", "anti")
@@ -118,16 +118,18 @@ class WinoBias(HarnessRecords):
 def winobias_document(record: Record) -> dict[str, Any]:
     """Return {sentence, pronoun, choices, label, condition, pair} of a record. Raise ValueError for one of another form.
 
-    choices: both occupations in the order of the sentence. label: the index of the one that the pronoun refers to. condition:
-    pro, if the pronoun is that of the occupation's majority, else anti. pair: equal for sentences with different pronouns.
+    choices: the occupations in the order of the sentence, mostly two. label: the index of the one that the pronouns refer to.
+    pronoun: the first one. condition: pro, if it is that of the occupation's majority, else anti. pair: equal for sentences
+    that differ in their pronouns alone.
     """
     sentence, mentions = _of_tokens(record) if "tokens" in record else _of_line(text_of(record, "sentence"))
     pronouns = [mention for mention in mentions if mention.lower() in PRONOUNS]
     referents = [name for mention in mentions for name in NAME.findall(mention)]
     choices = list(dict.fromkeys(name.lower() for name in NAME.findall(sentence)))
-    if len(mentions) != 2 or len(pronouns) != 1 or len(referents) != 1:
+    genders = {PRONOUNS[pronoun.lower()] for pronoun in pronouns}
+    if len(genders) != 1 or len(referents) != 1 or len(pronouns) + 1 != len(mentions):
         raise ValueError(f"its mentions are {mentions}; expected an occupation of WinoBias and he, him, his, she or her")
-    if len(choices) != 2:
+    if len(choices) < 2:
         raise ValueError(f"the occupations of the sentence are {choices}; expected two of WinoBias's 40")
     referent, pronoun = referents[0].lower(), pronouns[0].lower()
     condition = CONDITIONS[MAJORITY[referent] != PRONOUNS[pronoun]]
@@ -184,7 +186,8 @@ WINOBIAS = {
 def pro_anti_gap(answers: Mapping[str, Mapping[str, float]]) -> dict[str, list[float]]:
     """Return pair of sentences -> [acc of its pro sentence - acc of its anti sentence], for pairs of which both are asked.
 
-    answers: question id -> its metrics. The mean is acc_pro - acc_anti if all sentences are in pairs, as in WinoBias's files.
+    answers: question id -> its metrics. The mean is acc_pro - acc_anti if all sentences are in pairs. In WinoBias's files, 38
+    of 3,168 are not, mostly for a slip in one of the two.
     """
     by_pair: dict[str, dict[str, float]] = {}
     for question, metrics in answers.items():
