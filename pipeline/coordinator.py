@@ -90,6 +90,7 @@ def run_offline(run: TrainingRun, algorithm: Algorithm, examples: Stream | Mixtu
     def validate() -> dict[str, float]:
         with metrics.clock("validation"):
             policy, together = run.recipe.policy, algorithm.sequences_per_item
+            measure_kl(run, algorithm, _flat(validation))
             updates = split_batch(_flat(validation), policy, run.data_ranks, len(validation), together)
             parts = [update for (update,) in updates]
             shares = _of_data_ranks(run.data_ranks, run.train.scatter(TrainRole.evaluate, parts).result())
@@ -119,6 +120,7 @@ def learn(run: TrainingRun, algorithm: Algorithm, samples: list[Sample], models:
     """Train `models` on the samples of a step and return the metrics, named `train/...` for the policy."""
     train, needs, policy = run.train, algorithm.needs, run.recipe.policy
     run.logger.note_learning(samples, models, needs.estimates)
+    measure_kl(run, algorithm, samples)
     parts = split_batch(samples, policy, run.data_ranks, policy.train_global_batch_size, algorithm.sequences_per_item)
     train.scatter(TrainRole.load, parts).result()
     if needs.old or needs.reference or needs.critic or needs.has_teachers:
@@ -126,9 +128,20 @@ def learn(run: TrainingRun, algorithm: Algorithm, samples: list[Sample], models:
     if needs.estimates:
         moments = _of_data_ranks(run.data_ranks, train.call(TrainRole.estimate).result())
         train.call(TrainRole.standardize, normalization(moments, needs.standardized)).result()
+    if needs.top_entropy < 1:
+        train.call(TrainRole.keep_high_entropy).result()
     results = train.call(TrainRole.step, list(models)).result()[0]
     named = (("train" if model == "policy" else model, of_updates) for model, of_updates in results.items())
     return {key: value for name, of_updates in named for key, value in mean_metrics(name, of_updates).items()}
+
+
+def measure_kl(run: TrainingRun, algorithm: Algorithm, samples: list[Sample]) -> None:
+    """Give the train ranks the mean KL, at least 0, of the samples' mismatched answers, if the algorithm needs it."""
+    if not algorithm.needs.mismatched:
+        return
+    parts = split_batch(algorithm.mismatched(samples), run.recipe.policy, run.data_ranks, len(samples))
+    sums = _of_data_ranks(run.data_ranks, run.train.scatter(TrainRole.measure_kl, parts).result())
+    run.train.call(TrainRole.set_mean_kl, max(0.0, sum(sums) / len(samples))).result()
 
 
 def _of_data_ranks(data_ranks: Sequence[DataParallelRank], replies: Sequence[Reply]) -> list[Reply]:

@@ -234,7 +234,8 @@ class Sample:
     loss_mask: np.ndarray  # [L] bool, True where the loss counts the token
     logprobs: np.ndarray  # [L] float32, by the generate rank that sampled; 0 where the mask is False
     advantages: np.ndarray  # [L] float32; 0 where the mask is False
-    reward: float = 0.0  # the rollout's; of the chosen answer of a pair, its margin over the rejected one, which comes next
+    # The rollout's; of a pair's chosen answer, its margin over the rejected one, which comes next; of a labeled one, 1 or 0.
+    reward: float = 0.0
     teacher: str = ""  # the name of the one of several teachers that scores it
     experts: np.ndarray | None = None  # [L, E, K] int16: see Completion.experts; NO_EXPERT where none are recorded
 
@@ -245,6 +246,7 @@ class GlobalCounts:
 
     tokens: int  # with a True mask
     sequences: int  # with at least one such token
+    good: int = 0  # of these, with a reward above 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,12 +325,14 @@ class PackedBatch:
     generate_logprobs: torch.Tensor  # [T] float32
     advantages: torch.Tensor  # [T] float32
     rewards: torch.Tensor  # [S] float32, see Sample.reward
+    mean_kl: float = 0.0  # KL(pi || pi_ref) of the step's mismatched answers, see Needs.mismatched
     wanted: np.ndarray | None = None  # [T] bool: the tokens whose log-probs a loss can read; None: all
     prompts: tuple[
         tuple[int, int], ...
     ] = ()  # [S] (the first sequence with the same prompt, tokens of the prompt); (): unknown
     old_logprobs: torch.Tensor | None = None  # [T] float32, by the policy before this step's first update
     old_full_logprobs: torch.Tensor | None = None  # [T] float32, likewise; see Outputs.full_logprobs
+    old_entropy: torch.Tensor | None = None  # [T] float32, likewise, of the distribution of token t
     reference_logprobs: torch.Tensor | None = None  # [T] float32, by the frozen reference policy; never truncated
     old_values: torch.Tensor | None = None  # [T] float32, by the critic before this step's first update; after token t
     returns: torch.Tensor | None = None  # [T] float32: the target of the critic's value *before* token t

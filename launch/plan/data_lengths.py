@@ -16,7 +16,7 @@ from typing import Any
 from launch.preflight import bounded, data_files, model_readings
 from launch.preflight.model_readings import ModelReading
 from pipeline import config
-from pipeline.config import PAIRED, DatasetConfig, Recipe, RecipeError, generates
+from pipeline.config import LABELED, PAIRED, DatasetConfig, Recipe, RecipeError, generates
 from pipeline.data import named
 from pipeline.data.chat import Encoder
 from pipeline.data.columns import recognize_columns
@@ -57,7 +57,7 @@ def _lengths_of(recipe: Recipe, key: str, dataset: DatasetConfig, reading: Model
     records = data_files.first_records(key, dataset, [], MOST_RECORDS, recipe.data.bad_records == "drop")
     if records is None:
         records = data_files.first_cached(key, dataset, MOST_RECORDS)
-        dataset = named.columns(dataset, recipe.algorithm in PAIRED)
+        dataset = named.columns(dataset, recipe.algorithm in (*PAIRED, *LABELED))
     if records is None or not records.numbered:
         return []
     rows = [record for _, record in records.numbered]
@@ -85,8 +85,6 @@ def _lengths(recipe: Recipe, encoder: Encoder, row: dict[str, Any]) -> list[int]
     try:
         if generates(recipe):
             return [len(encoder.prompt(row))]
-        if recipe.algorithm in PAIRED:
-            return [encoder.count(example) for example in encoder.pair(row)]
-        return [encoder.count(encoder.example(row))]
+        return [encoder.count(example) for example in encoder.learned(recipe.algorithm, row)]
     except Exception:  # a template may raise anything; the job may drop, refuse or read the record
         return []

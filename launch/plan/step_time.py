@@ -69,7 +69,7 @@ def validation_seconds(
         gpu = gpu_check.gpu(recipe, recipe.cluster.train)
         job = train_time.job(recipe, recipe.policy, shapes["policy"], lengths, gpu, recipe.cluster.train)
         work = train_time.forward_pass(job, samples * algorithm.sequences_per_item)
-        return (1 + algorithm.needs.reference) * sum(work[1].values())
+        return (1 + algorithm.needs.reference) * (1 + algorithm.needs.mismatched) * sum(work[1].values())
     gpu, count = gpu_check.gpu(recipe, recipe.cluster.generate), samples * section.val_num_generations_per_prompt
     return generate_time.validation(recipe, shapes["policy"], lengths, gpu, generate, count)
 

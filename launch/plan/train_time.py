@@ -233,8 +233,10 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
     if algorithm.needs.old:
         work = forward_pass(policy, algorithm.old_share * count)
         step_phases.append(Phase("train", "log-probs before the updates", *work))
+    if algorithm.needs.mismatched:
+        step_phases.append(Phase("train", "log-probs of mismatched answers", *forward_pass(policy, count)))
     if algorithm.needs.reference:
-        work, parts = forward_pass(replace(policy, frozen=True), count)
+        work, parts = forward_pass(replace(policy, frozen=True), count * (1 + algorithm.needs.mismatched))
         step_phases.append(Phase("train", "log-probs of the reference", work, parts | _reference_fetched(policy)))
     critic = replace(jobs["value"], head=False) if "value" in jobs else None
     if critic:

@@ -16,7 +16,7 @@ from typing import Any
 from launch.preflight import bounded, data_files
 from launch.preflight.data_files import FirstRecords, Record
 from launch.terminal.units import plural
-from pipeline.config import GENERATED_DATASETS, PAIRED, DatasetConfig, Problem, Recipe, RecipeError, answer_check, generates
+from pipeline.config import GENERATED_DATASETS, DatasetConfig, Problem, Recipe, RecipeError, answer_check, generates
 from pipeline.data.chat import Encoder, unknown_token
 from pipeline.data.columns import column, column_names, guess_columns, judged_by_answer, recognize_columns
 from pipeline.data.file_tokenizer import FileTokenizer
@@ -115,16 +115,14 @@ def _read(recipe: Recipe, reader: RecordReader, record: Record, required: Iterab
 
     required: fields that the user's reward function needs.
     """
-    if recipe.algorithm in PAIRED:
-        read: Any = reader.pair(record)
-        reader.margin(record)
-    elif generates(recipe):
-        read = reader.question(record)
+    if generates(recipe):
+        read: Any = reader.question(record)
         if judged_by_answer(recipe, reader.dataset):
             reader.answer(record)
         reader.check_fields(record, required)
     else:
-        read = reader.example(record)
+        read = reader.learned(recipe.algorithm, record)
+        reader.margin(record)
     try:
         return len(str(read))
     except RecursionError:
@@ -297,7 +295,7 @@ def _sequences(recipe: Recipe, encoder: Encoder, record: Record) -> tuple[list[i
             question = encoder.template.text(question, **encoder.template_options(record), add_generation_prompt=True)
         return [len(encoder.prompt(record))], [question]
     sizes, texts = [], []
-    for example in encoder.pair(record) if recipe.algorithm in PAIRED else (encoder.example(record),):
+    for example in encoder.learned(recipe.algorithm, record):
         marks_turns = False
         if isinstance(example, Turns):
             texts.append(encoder.template.text(example.messages, **example.options))

@@ -18,7 +18,7 @@ from typing import Any
 
 from launch.executors.containers import runtime
 from launch.preflight import data_files, data_records, input_files
-from pipeline.algorithms.evaluate import FORMATS, HARNESS_DOCUMENTS, HARNESS_FORMATS, HARNESS_KINDS, TaskConfig
+from pipeline.algorithms.evaluate import FORMATS, HARNESS_FORMATS, HARNESS_KINDS, HARNESS_OWN, TaskConfig
 from pipeline.checkpoints import checkpoint
 from pipeline.config import DatasetConfig, Problem, Recipe, RecipeError, collected, skipped_tasks, trains
 from pipeline.config import read as read_recipe
@@ -158,7 +158,7 @@ def _asked(recipe: Recipe) -> Iterator[tuple[str, str, TaskConfig | None]]:
     skipped = skipped_tasks(recipe)
     for name, task in recipe.evaluate.tasks.items():
         form: str = task.format
-        if task.kind in HARNESS_KINDS and form != HARNESS_DOCUMENTS and name not in skipped:
+        if task.kind in HARNESS_KINDS and form not in HARNESS_OWN and name not in skipped:
             yield f"evaluate.tasks.{name}.format", HARNESS_FORMATS.get(form, form), task
     for name in recipe.evaluate.lm_eval.tasks:
         if not set(name) & set("*?["):

@@ -11,7 +11,9 @@ from launch.terminal.units import plural
 from pipeline.evaluation.questions import Answer
 from pipeline.evaluation.statistics import Difference, difference
 
-LOWER_IS_BETTER = re.compile(r"(perplexity|bits_per_byte|harmless_refused|losses|unparsed)$")
+LOWER_IS_BETTER = re.compile(
+    r"(perplexity|bits_per_byte|harmless_refused|losses|unparsed|bias_score|pct_stereotype|likelihood_diff|acc_gap)$"
+)
 
 SETTINGS = (
     *("num_samples", "temperature", "top_p", "top_k", "max_new_tokens"),

@@ -27,6 +27,7 @@ CLASSES = {  # by the name of the file, which is also the recipe's section and t
     "distillation": "Distillation",
     "sft": "SFT",
     "dpo": "DPO",
+    "kto": "KTO",
     "rm": "RM",
     "evaluate": "Evaluate",
 }
@@ -58,6 +59,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {name: load(__name__, name, kind, Algor
 ONLINE = Names(lambda kind: issubclass(kind, OnlineAlgorithm))  # sample from the policy
 OFFLINE = Names(lambda kind: not issubclass(kind, OnlineAlgorithm))  # learn from a data set
 PAIRED = Names(lambda kind: kind.paired)  # learn from pairs of answers
+LABELED = Names(lambda kind: kind.labeled)  # learn from answers that are labeled good or bad
 
 
 def build(recipe: Recipe) -> Algorithm:

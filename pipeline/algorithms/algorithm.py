@@ -36,9 +36,11 @@ class Needs:
     old: bool = False  # log-probs by the policy before the step's first update
     old_of_first: bool = True  # of all samples; False: the loss of the first update takes its own log-probs, which are the same
     reference: bool = False  # log-probs by the policy as loaded at the start of the run
+    mismatched: bool = False  # the KL divergence from the reference on `Algorithm.mismatched`
     critic: bool = False  # a second model, `value` in the recipe; its values before the first update
     teacher_top_k: int = 0  # number of most likely tokens of frozen models, `teacher` or `on_policy_distillation`
     teacher_logprobs: bool = False  # log-probs of the sampled tokens by these models
+    top_entropy: float = 1.0  # share of an update's counted tokens that keep their advantages: `keep_high_entropy`
     estimates: bool = False  # train ranks compute advantages from the above: `OnlineAlgorithm.estimate`
     standardized: Variance | None = None  # standardize advantages over the step's counted tokens afterwards
     epochs: int = 1  # passes over the samples of a step
@@ -61,6 +63,7 @@ class Algorithm:
     reads: ClassVar[tuple[str, ...]] = ()  # other keys or sections of the recipe that only some algorithms read
     trains_model: ClassVar[bool] = True  # whether the job has train ranks
     paired: ClassVar[bool] = False  # whether an example is a chosen and a rejected answer
+    labeled: ClassVar[bool] = False  # whether an example is an answer that is labeled good or bad
     needs: Needs = Needs()
     runs_ahead: bool = False  # whether engines sample while the train ranks learn
     updates_per_epoch: int = 1  # optimizer updates of one pass over the samples of a step
@@ -109,6 +112,10 @@ class Algorithm:
 
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         """Return this batch's share of the policy's loss and of its metrics."""
+        raise NotImplementedError
+
+    def mismatched(self, samples: list[Sample]) -> list[Sample]:
+        """Return the samples, as many as `samples`, on which a step measures the policy's KL. Called if `needs.mismatched`."""
         raise NotImplementedError
 
     def problems(self) -> Iterator[Problem]:

@@ -101,7 +101,7 @@ def dry_call(path: str, function: Callable[..., Any], kwargs: dict[str, Any], ne
         logits = torch.linspace(-2.0, -0.1, sum(LENGTHS), requires_grad=True)
         for cut in cuts:
             batch, outputs = _tiny(cut, logits, needs)
-            counts = GlobalCounts(sum(LENGTHS) - len(LENGTHS), len(LENGTHS))
+            counts = GlobalCounts(sum(LENGTHS) - len(LENGTHS), len(LENGTHS), len(LENGTHS))
             loss = checked(path, function(outputs, batch, counts, **kwargs)).loss
             if not loss.requires_grad:
                 raise ValueError("its loss has no gradient: it does not depend on `outputs` with their graph")

@@ -16,8 +16,8 @@ reference_free, h = log pi(y). Settings give the methods derived from DPO:
 The metrics report rewards beta h, with the same h as the loss. NeMo-RL logs h without beta, TRL beta h without dividing by the
 length.
 
-Not supported: divergences other than the reverse KL; KTO, hinge, robust, EXO, BCO, SPPO, APO; weights by length (LD-DPO) or
-policy.
+Not supported: divergences other than the reverse KL; hinge, robust, EXO, BCO, SPPO, APO on pairs; weights by length (LD-DPO)
+or policy.
 """
 
 from __future__ import annotations

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 HARNESS_KINDS = ("lm_eval", "choices", "continuation", "perplexity")
 """Kinds whose format is a task or a group of lm-evaluation-harness; all are one kind, and the last three its earlier names."""
 HARNESS_DOCUMENTS = "documents"
-"""The format of these kinds for own texts, which is no task of the harness."""
+HARNESS_OWN = (HARNESS_DOCUMENTS, "winobias")
+"""Formats of these kinds that are no tasks of the harness: own texts, and WinoBias."""
+HARNESS_RECORDS = {
+    "bbq": "pipeline.evaluation.formats.bias_benchmarks.BBQ",
+    "crows_pairs_english": "pipeline.evaluation.formats.bias_benchmarks.CrowsPairs",
+    "winobias": "pipeline.evaluation.formats.bias_benchmarks.WinoBias",
+}
+"""Formats of these kinds whose records submission checks -> the class that reads them; others: any records."""
 HARNESS_FORMATS = {"arc": "arc_easy", "lambada": "lambada_openai"}
 """Other name of a format of these kinds -> the harness's name of a task with the same prompt."""
 KINDS = {
@@ -115,7 +122,7 @@ class TaskConfig:
         Text,
         Field(
             description=f"Format of the records: {', '.join(FORMATS)}; or the dotted path of your own class. kind=lm_eval: a"
-            " task or group of lm-evaluation-harness, such as mmlu; or documents, for the perplexity of texts."
+            " task or group of lm-evaluation-harness, such as mmlu; documents, for the perplexity of texts; or winobias."
         ),
     ] = "records"
     format_kwargs: dict[str, Any] = field(default_factory=dict)

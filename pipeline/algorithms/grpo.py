@@ -178,6 +178,9 @@ class GRPO(RewardedAlgorithm):
             if value is not None and self.recipe.loss_fn.custom:
                 message = f"got {value} with loss_fn.custom, which gets the advantages as they are; expected null"
                 yield Problem(f"{self.name}.advantage_clip_{name}", "has-no-effect", message)
+        if self.needs.top_entropy < 1 and ((low or 0.0) > 0 or (high or 0.0) < 0):
+            message = f"got {self.needs.top_entropy}, which sets advantages to 0; expected 1, or bounds of advantages around 0"
+            yield Problem("loss_fn.top_entropy_quantile", "contradiction", message)
         if low is not None and high is not None and low > high:
             message = f"got {low}; expected at most {self.name}.advantage_clip_high={high}"
             yield Problem(f"{self.name}.advantage_clip_low", "too-large", message)

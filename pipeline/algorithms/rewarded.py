@@ -31,15 +31,17 @@ class RewardedAlgorithm(OnlineAlgorithm):
         loss, filtered = recipe.loss_fn, self.section.seq_logprob_error_threshold is not None
         several = self.updates_per_epoch * self.epochs > 1
         several = several and not (loss.force_on_policy_ratio or loss.use_generation_logprobs)
-        needed_early = filtered or loss.use_kl_in_reward  # something reads them before the first update
+        selects = loss.top_entropy_quantile < 1
+        needed_early = filtered or loss.use_kl_in_reward or selects  # something reads them before the first update
         built_in = type(self).__module__.startswith(f"{__package__}.") and loss.custom is None  # a user's may need them
         deterministic = not _dropout(recipe.policy)  # else the log-probs of an update's own pass are others
         self.needs = Needs(
-            entropy=loss.log_entropy or loss.entropy_coeff != 0,
+            entropy=loss.log_entropy or loss.entropy_coeff != 0 or selects,
             truncated=True,
             old=several or needed_early,
             old_of_first=not (several and not needed_early and self.epochs == 1 and built_in and deterministic),
             reference=loss.reference_policy_kl_penalty != 0,
+            top_entropy=loss.top_entropy_quantile,
             estimates=filtered,
             epochs=self.epochs,
         )

@@ -2,6 +2,7 @@
 
     by token       `estimate_gae`, `subtract_future_kl`                                                 PPO, VAPO, REINFORCE++
     standardized   to mean 0 and variance 1 over a step: `moments`, `normalization`, `standardize`           REINFORCE++, PPO
+    selected       0 but for tokens of high entropy: `keep_high_entropy`                               https://arxiv.org/abs/2506.01939
 
 Not supported: discounting in REINFORCE++, bootstrapping the value of a truncated answer.
 """
@@ -9,8 +10,10 @@ Not supported: discounting in REINFORCE++, bootstrapping the value of a truncate
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -156,3 +159,46 @@ def standardize(batch: PackedBatch, to: AdvantageNormalization) -> PackedBatch:
     """Return the batch with standardized advantages, 0 where the mask is False."""
     advantages = torch.where(batch.loss_mask, (batch.advantages - to.mean) * to.scale, 0.0)
     return dataclasses.replace(batch, advantages=advantages)
+
+
+# ---- tokens of high entropy, over the counted tokens of an update, however those are spread ---------------------------------
+
+
+def keep_high_entropy(batches: Sequence[PackedBatch], share: float, total: Callable[[int], int]) -> list[PackedBatch]:
+    """Return one update's batches, with advantages of 0 where a counted token's entropy is below the quantile 1 - share.
+
+    The entropy is `old_entropy`, and the quantile that of the update's counted tokens on all ranks
+    (https://arxiv.org/abs/2506.01939). total: sums a count over the data-parallel ranks. Every surrogate is a multiple of the
+    advantage, so that such a token has no part in it. TRL computes the quantile for each microbatch of all processes, from the
+    policy as it is then.
+    """
+    counted = [_entropies(batch)[batch.loss_mask] for batch in batches]
+    if not (tokens := total(sum(map(len, counted)))):
+        return list(batches)
+    # TRL interpolates between two entropies. A token reaches such a quantile if it reaches the larger one of the two.
+    below = math.ceil(round((1 - share) * (tokens - 1), 6))
+    threshold = _kth_smallest(torch.cat(counted), below, total)
+    return [
+        dataclasses.replace(batch, advantages=batch.advantages.masked_fill(_entropies(batch) < threshold, 0.0))
+        for batch in batches
+    ]
+
+
+def _entropies(batch: PackedBatch) -> torch.Tensor:
+    assert batch.old_entropy is not None
+    return batch.old_entropy.float().clamp(min=0)  # rounding may give a number just below 0
+
+
+def _kth_smallest(values: torch.Tensor, k: int, total: Callable[[int], int]) -> float:
+    """Return the value on any rank that k values are before in ascending order. values: float32 of at least 0, of this rank.
+
+    Such numbers have the order of their bits, and bisection of the bits takes 32 sums over ranks, and no memory.
+    """
+    bits, low, high = values.view(torch.int32), -1, torch.iinfo(torch.int32).max
+    while high - low > 1:
+        middle = (low + high) // 2
+        if total(int((bits <= middle).sum())) > k:
+            high = middle
+        else:
+            low = middle
+    return float(np.int32(high).view(np.float32))

@@ -4,11 +4,12 @@ Start in `schema.py`, which has all keys, and in `loading.py`, which makes a `Re
 package does not import torch, so that commands on a login node start fast.
 """
 
-from pipeline.algorithms import OFFLINE, ONLINE, PAIRED
+from pipeline.algorithms import LABELED, OFFLINE, ONLINE, PAIRED
 from pipeline.algorithms.ahead import AsyncConfig
 from pipeline.algorithms.distillation import DistillationConfig
 from pipeline.algorithms.dpo import DPOConfig
 from pipeline.algorithms.grpo import AdvantageConfig, GRPOConfig
+from pipeline.algorithms.kto import KTOConfig
 from pipeline.algorithms.ppo import PPOConfig
 from pipeline.algorithms.sections import (
     LossConfig,

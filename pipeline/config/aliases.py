@@ -61,8 +61,8 @@ policy.generation.vllm_cfg.tensor_parallel_size: vllm_tensor_parallel_size rollo
 policy.max_total_sequence_length policy.generation.vllm_cfg.max_model_len: vllm_max_model_length max_model_len max_model_length
 policy.generation.vllm_cfg.enforce_eager: enforce_eager
 policy.generation.max_num_seqs: generation_batch_size
-loss_fn.reference_policy_kl_penalty dpo.reference_policy_kl_penalty: beta kl_coef kl_loss_coef init_kl_coef kl_penalty kl_weight
-loss_fn.reference_policy_kl_penalty dpo.reference_policy_kl_penalty: kl_beta
+loss_fn.reference_policy_kl_penalty dpo.reference_policy_kl_penalty: kl_loss_coef init_kl_coef kl_penalty kl_weight
+loss_fn.reference_policy_kl_penalty dpo.reference_policy_kl_penalty kto.reference_policy_kl_penalty: beta kl_coef kl_beta
 loss_fn.ratio_clip_min loss_fn.ratio_clip_max: epsilon cliprange clip_ratio eps_clip clip_range epsilon_low clip_ratio_low
 loss_fn.ratio_clip_max: epsilon_high clip_ratio_high eps_clip_high
 loss_fn.ratio_clip_c: delta clip_ratio_c
@@ -74,7 +74,7 @@ ppo.adv_estimator.gae_gamma: gamma adv_estimator.gamma
 ppo.adv_estimator.gae_lambda: lam gae_lambda lambd
 grpo.adv_estimator.name algorithm: adv_estimator
 grpo.adv_estimator.name: multi_objective_aggregation
-loss_fn.token_level_loss dpo.preference_loss: loss_type
+loss_fn.token_level_loss dpo.preference_loss kto.preference_loss: loss_type
 loss_fn.sequence_level_importance_ratios: importance_sampling_level
 dpo.label_smoothing: label_smoothing
 policy.model_name: model model_name model_name_or_path model_path model.path pretrain base_model

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from pipeline.algorithms import ALGORITHMS, ONLINE, PAIRED
+from pipeline.algorithms import ALGORITHMS, LABELED, ONLINE, PAIRED
 from pipeline.algorithms.evaluate import TaskDataConfig
 from pipeline.config.schema import CurriculumConfig, DataConfig, DatasetConfig, Recipe, generates, only_evaluates
 from pipeline.recipe.problems import Problem
@@ -71,7 +71,7 @@ DATASET_CARDS = (".gitattributes", ".huggingface.yaml", "README.md")
 
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
-COLUMNS = ("input_key", "output_key", "messages_key", "text_key", "chosen_key", "rejected_key", "margin_key")
+COLUMNS = ("input_key", "output_key", "messages_key", "text_key", "chosen_key", "rejected_key", "label_key", "margin_key")
 
 
 def training_sets(data: DataConfig) -> dict[str, DatasetConfig]:
@@ -136,12 +136,15 @@ def check_data(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"{key}.data_path", "missing-value", "got an empty list; expected at least one path. Try [FILE, FILE]"
             )
-        if dataset.text_key and (recipe.algorithm in ONLINE or recipe.algorithm in PAIRED):
+        if dataset.text_key and recipe.algorithm in (*ONLINE, *PAIRED, *LABELED):
             text = f"got '{dataset.text_key}'; expected null: {recipe.algorithm} needs prompts. Try input_key"
             yield Problem(f"{key}.text_key", "unsupported", text)
         if dataset.margin_key and recipe.algorithm != "rm":
             text = f"got '{dataset.margin_key}'; expected null: {recipe.algorithm} does not use margins, only rm does"
             yield Problem(f"{key}.margin_key", "unsupported", text)
+        if dataset.label_key != DatasetConfig.label_key and recipe.algorithm not in LABELED:
+            text = f"got {dataset.label_key}; expected 'label', the default: only kto uses labels of answers"
+            yield Problem(f"{key}.label_key", "unsupported", text)
         if recipe.algorithm in PAIRED:
             yield from _check_pairs(recipe, key, dataset)
         if generates(recipe) and dataset.env_name not in recipe.env:
@@ -244,7 +247,7 @@ def _check_named(recipe: Recipe, key: str, dataset: DatasetConfig) -> Iterator[P
     if named.conversations and not recipe.data.apply_chat_template:
         text = f"{name} has conversations, which need data.apply_chat_template=true"
         yield Problem(f"{key}.dataset_name", "contradiction", text)
-    paired = recipe.algorithm in PAIRED
+    paired = recipe.algorithm in (*PAIRED, *LABELED)  # no named data set has labels
     if not (named.pairs if paired else named.answers):
         fit = [other for other, known in NAMED_DATASETS.items() if (known.pairs if paired else known.answers)]
         lacks = "no pairs of answers" if paired else "only pairs of answers"

@@ -83,6 +83,9 @@ class DatasetConfig:
     """DPO, RM: column of the better answer, or of messages {role, content} that end in it and may include the prompt."""
     rejected_key: Text = "rejected"
     """DPO, RM: column of the worse answer, in the form of chosen_key."""
+    label_key: Text | None = "label"
+    """KTO: column that says whether the answer is good: true or false, or 1 or 0. null: a record has the answers chosen_key and
+    rejected_key, of which the first is good."""
     tools_key: Text | None = "tools"
     """Column of the tools that the chat template shows: a list of JSON schemas of functions, also as JSON text. null: none. The
     column chat_template_kwargs has variables of the template."""

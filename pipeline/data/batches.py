@@ -34,6 +34,7 @@ def _split_update(items: list[list[Sample]], sequences_per_item: int, policy: Po
     counts = GlobalCounts(
         tokens=int(sum(sample.loss_mask.sum() for item in items for sample in item)),
         sequences=int(sum(sample.loss_mask.any() for item in items for sample in item)),
+        good=int(sum(sample.loss_mask.any() and sample.reward > 0 for item in items for sample in item)),
     )
     packed = policy.sequence_packing.enabled
     train_bounds = _bounds(packed, policy.sequence_packing.train_tokens, policy.train_micro_batch_size)

@@ -5,6 +5,7 @@ sets. The first record of a file decides, and `Columns.description` describes th
 
     sft           messages | prompt, completion | text | question, answer | problem, solution | ...
     dpo, rm       [prompt,] chosen, rejected
+    kto           prompt, completion, label | question, answer, label | ... | [prompt,] chosen, rejected
     others        prompt | messages | question | problem, and answer | solution | completion, if an answer is needed
 
 The column `text` has a text. The others have a text, or a list of messages {role, content} or ShareGPT's {from, value}. A
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.config import PAIRED, DatasetConfig, Recipe, generates, judged_by_expected_answers
+from pipeline.config import LABELED, PAIRED, DatasetConfig, Recipe, generates, judged_by_expected_answers
 from pipeline.data.media import refuse_media
 
 Message = dict[str, Any]
@@ -103,14 +104,19 @@ def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) ->
         return Columns(dataset)
     refuse_media(record)
     recipe_keys = {name: value for name in KEYS if (value := getattr(dataset, name)) != DEFAULTS[name]}
-    if recipe.algorithm in PAIRED:
+    if recipe.algorithm in LABELED and _is_pair(dataset, record):
+        dataset = replace(dataset, label_key=None)
+    paired = learns_pairs(recipe, dataset)
+    if paired:
         readings = list(_pairs(recipe, recipe_keys, record))
     elif generates(recipe):
         readings = list(_prompts(recipe_keys, record, judged_by_answer(recipe, dataset)))
     else:
         readings = list(_examples(recipe_keys, record))
+        if recipe.algorithm in LABELED:
+            readings = [reading for reading in readings if "text_key" not in reading]
     if len(readings) != 1:
-        raise ValueError(_choices(recipe, key, recipe_keys, record, readings))
+        raise ValueError(_choices(recipe, key, recipe_keys, record, readings, paired))
     keys = {name: value for name, value in readings[0].items() if value != getattr(dataset, name)}
     if not keys:
         return Columns(dataset)
@@ -118,6 +124,17 @@ def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) ->
     if recipe.data.apply_chat_template and isinstance(column(record, readings[0].get("input_key", "")), str):
         rendered = ", rendered by the chat template; data.apply_chat_template=false uses plain text, as TRL does"
     return Columns(replace(dataset, **keys), _describe(readings[0]) + rendered)
+
+
+def learns_pairs(recipe: Recipe, dataset: DatasetConfig) -> bool:
+    """Return whether the records of a data set, whose columns are recognized, are pairs of answers to learn from."""
+    return recipe.algorithm in PAIRED or (recipe.algorithm in LABELED and dataset.label_key is None)
+
+
+def _is_pair(dataset: DatasetConfig, record: Mapping[str, Any]) -> bool:
+    """Return whether a record has two answers and no label."""
+    labeled = dataset.label_key is not None and column(record, dataset.label_key) is not None
+    return not labeled and _has(record, dataset.chosen_key) and _has(record, dataset.rejected_key)
 
 
 def judged_by_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
@@ -292,7 +309,9 @@ def guess_columns(keys: list[str], columns: list[str], judged: bool) -> Reading:
     return guess
 
 
-def _choices(recipe: Recipe, key: str, recipe_keys: Reading, record: Mapping[str, Any], readings: list[Reading]) -> str:
+def _choices(
+    recipe: Recipe, key: str, recipe_keys: Reading, record: Mapping[str, Any], readings: list[Reading], paired: bool
+) -> str:
     names = column_names(record)
     kinds = {name: "" if _has(record, name) else f" (a {type(column(record, name)).__name__})" for name in names}
     columns = ", ".join(f"{name}{kind}" for name, kind in kinds.items()) or "none"
@@ -303,7 +322,6 @@ def _choices(recipe: Recipe, key: str, recipe_keys: Reading, record: Mapping[str
         ]
         choices = [choice or "a file without the other columns" for choice in choices]
         return f"its columns ({columns}) can be read in {len(readings)} ways; expected one. Try {' or '.join(choices)}"
-    paired = recipe.algorithm in PAIRED
     keys = ("input_key", "chosen_key", "rejected_key") if paired else ("input_key", "output_key")
     key_columns = {name: {**DEFAULTS, **recipe_keys}[name] for name in keys}
     lacking = [name for name, column_name in key_columns.items() if not _has(record, column_name)]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 
 from pipeline.config import (
+    LABELED,
     NAMED_DATASETS,
     OFFLINE,
     PAIRED,
@@ -34,12 +35,12 @@ from pipeline.config import (
     validation_sets,
 )
 from pipeline.data.chat import Encoder
-from pipeline.data.columns import judged_by_answer, recognize_columns
+from pipeline.data.columns import judged_by_answer, learns_pairs, recognize_columns
 from pipeline.data.curriculum import Curriculum
 from pipeline.data.datasets import load_split, readable, with_key
 from pipeline.data.named import columns
-from pipeline.data.preferences import Pair
-from pipeline.data.stream import ExampleStream, Item, PairStream, PromptStream, Stream
+from pipeline.data.preferences import Pair, SplitPairs
+from pipeline.data.stream import ExampleStream, Item, LabeledStream, PairStream, PromptStream, Stream
 from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.types import Prompt, RolloutGroup, Sample
 
@@ -159,7 +160,7 @@ def build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Streams
 
     The validation items are the first `max_val_samples` items, in order, of each validation data set. The first of these data
     sets are the records that training data sets hold out (`split_validation_size`); data.validation or data.validations
-    follow. Items are prompts for algorithms that sample, pairs for those that learn preferences, else examples.
+    follow. Items are prompts for algorithms that sample, pairs for those that learn from pairs, else examples.
     `Prompt.dataset` is set for training if `data.datasets` is, and for validation if there are several data sets.
     """
     config, data = section(recipe), recipe.data
@@ -210,10 +211,12 @@ def _stream(
     epochs: int,
 ) -> Stream:
     """Return the stream of one data set. name: `Prompt.dataset` of its prompts, which may be empty."""
-    paired = recipe.algorithm in PAIRED
+    paired, labeled = recipe.algorithm in PAIRED, recipe.algorithm in LABELED
     key = next(key for key, configured in keyed_sets(recipe.data).items() if configured is dataset)
     if paired:
         kind = PairStream
+    elif labeled:
+        kind = LabeledStream
     elif recipe.algorithm in OFFLINE:
         kind = ExampleStream
     else:
@@ -225,13 +228,15 @@ def _stream(
             dataset=name,
             check=answer_check(recipe.env, dataset.env_name) if judged_by_answer(recipe, dataset) else None,
         )
-    dataset = columns(dataset, paired)
+    dataset = columns(dataset, paired or labeled)
     if dataset.dataset_name not in NAMED_DATASETS:
         recognized = recognize_columns(recipe, key, dataset, (record for _, record in readable(records)))
         dataset = recognized.dataset
         if recognized.description:
             logger.info("%s: %s", key, recognized.description)
     encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, dataset)
+    if labeled and learns_pairs(recipe, dataset):
+        records = SplitPairs(records)
     stream = kind(records, encoder, seed=section(recipe).seed, shuffle=shuffle, max_num_epochs=epochs)
     if stream.dropped_at_start:
         of = f" of {name}" if name else ""

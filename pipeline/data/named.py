@@ -25,12 +25,13 @@ Record = dict[str, Any]
 def columns(dataset: DatasetConfig, paired: bool) -> DatasetConfig:
     """Return a named data set's configuration with the keys of our columns; other configurations unchanged.
 
-    paired: whether the algorithm learns preferences.
+    paired: whether the algorithm learns from the answers of pairs.
     """
     if (named := NAMED_DATASETS.get(dataset.dataset_name or "")) is None:
         return dataset
     messages = ("context" if paired else "messages") if named.conversations else None
-    return dataclasses.replace(dataset, input_key="input", output_key="output", messages_key=messages)
+    label = None if paired else dataset.label_key
+    return dataclasses.replace(dataset, input_key="input", output_key="output", messages_key=messages, label_key=label)
 
 
 def record(dataset: DatasetConfig, row: Record) -> Record:

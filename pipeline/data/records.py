@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config import DataConfig, DatasetConfig
+from pipeline.config import LABELED, PAIRED, DataConfig, DatasetConfig
 from pipeline.data.columns import Message, column, parse_conversation
 from pipeline.data.media import refuse_media
 from pipeline.data.template_fields import read_messages, template_options
@@ -135,6 +135,19 @@ class RecordReader:
             )
         return self._of_messages(record, keys) if of_messages[0] else self._of_texts(record, keys)
 
+    def labeled(self, record: Record) -> list[tuple[Example, bool]]:
+        """Return (answer, whether it is good) of a record: one answer with its label, or both of a pair."""
+        if self.dataset.label_key is None:
+            chosen, rejected = self.pair(record)
+            return [(chosen, True), (rejected, False)]
+        return [(self.example(record), _label(record, self.dataset.label_key))]
+
+    def learned(self, algorithm: str, record: Record) -> list[Example]:
+        """Return the examples that an algorithm learns from a record: both answers of a pair, else one."""
+        if algorithm in PAIRED:
+            return [*self.pair(record)]
+        return [example for example, _ in self.labeled(record)] if algorithm in LABELED else [self.example(record)]
+
     def template_options(self, record: Record) -> dict[str, Any]:
         """Return the record's options of the chat template, such as `tools`; see `pipeline.data.template_fields`."""
         return template_options(record, self.dataset.tools_key) if self.data.apply_chat_template else {}
@@ -236,6 +249,17 @@ def check_prompt_text(text: str) -> str:
     if fields != [""]:
         raise ValueError(f"{reason}; expected one {{}}, for the input. Try {{{{ and }}}} for other braces")
     return text
+
+
+LABELS: dict[Any, bool] = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+"""Texts of labels, as in CSV, in lower case."""
+
+
+def _label(record: Record, key: str) -> bool:
+    value = value_of(record, key)
+    if str(value).lower() not in LABELS:
+        raise ValueError(f"'{key}' is {value!r}; expected true or false, or 1 or 0")
+    return LABELS[str(value).lower()]
 
 
 def _content(message: Message, key: str) -> str:

@@ -31,7 +31,7 @@ from pipeline.config import AnswerCheck
 from pipeline.data.chat import Encoder
 from pipeline.data.columns import column
 from pipeline.data.datasets import record_location
-from pipeline.data.preferences import Pair, encode_pair
+from pipeline.data.preferences import Pair, encode_labeled, encode_pair
 from pipeline.data.processors import as_records
 from pipeline.data.records import plain_columns
 from pipeline.recipe.problems import Problem, RecipeError
@@ -232,6 +232,12 @@ class PairStream(Stream[Pair]):
     """Pairs of a chosen and a rejected answer. A pair is as long as its longer sequence."""
 
     encode = staticmethod(encode_pair)
+
+
+class LabeledStream(Stream[Sample]):
+    """Answers that are labeled good or bad."""
+
+    encode = staticmethod(encode_labeled)
 
 
 class _Order(Sampler):

@@ -24,9 +24,10 @@ from lm_eval.tasks._index import Entry, TaskIndex  # pyright: ignore[reportMissi
 from lm_eval.tasks._yaml_loader import load_yaml  # pyright: ignore[reportMissingImports] as above
 from typing_extensions import override
 
-from pipeline.algorithms.evaluate import HARNESS_DOCUMENTS, HARNESS_FORMATS, TaskConfig
+from pipeline.algorithms.evaluate import HARNESS_DOCUMENTS, HARNESS_FORMATS, HARNESS_OWN, TaskConfig
 from pipeline.data.datasets import record_location
 from pipeline.evaluation import task_data
+from pipeline.evaluation.formats.bias_benchmarks import WINOBIAS
 from pipeline.evaluation.questions import Question, Record
 from pipeline.recipe.problems import Problem, RecipeError
 
@@ -143,7 +144,7 @@ def manager(formats: Sequence[str], include_path: str | None) -> HarnessManager:
     names = [HARNESS_FORMATS.get(name, name) for name in formats]
     folders = [str(path) for path in TASKS.iterdir() if path.is_dir() and any(name.startswith(path.name) for name in names)]
     few = HarnessManager(include_path=[*folders, *([include_path] if include_path else [])], include_defaults=False)
-    entries = [few.task_index.get(name) for name in names if name != HARNESS_DOCUMENTS]
+    entries = [few.task_index.get(name) for name in names if name not in HARNESS_OWN]
     if names and all(entry is not None and entry.kind.name != "TAG" for entry in entries):
         return few
     return HarnessManager(include_path=include_path)
@@ -337,6 +338,8 @@ def _configs(key: str, config: TaskConfig, manager: TaskManager) -> dict[str, di
     name = HARNESS_FORMATS.get(config.format, config.format)
     if name == HARNESS_DOCUMENTS:
         return {name: {**DOCUMENTS, "doc_to_target": operator.itemgetter(config.format_kwargs.get("text_key", "text"))}}
+    if name == WINOBIAS["task"]:
+        return {name: WINOBIAS}
     if name not in manager.task_index:
         raise RecipeError(Problem(f"{key}.format", "not-a-choice", f"lm_eval has no task {name}"))
     configs = {task: _configuration(entry) for task, entry in leaves([name], manager.task_index).items()}

@@ -32,6 +32,7 @@ from pipeline.evaluation import lm_eval_documents
 from pipeline.evaluation.answers import FOLDER as ANSWERS
 from pipeline.evaluation.answers import AnswerLog, encode_answers
 from pipeline.evaluation.engines import Engines
+from pipeline.evaluation.formats import bias_benchmarks
 from pipeline.evaluation.lm_eval_model import KEY, EnginesLM, request_key
 from pipeline.evaluation.questions import Answer, PerQuestion, Question
 from pipeline.evaluation.statistics import Interval, Scale, interval
@@ -48,16 +49,21 @@ NAME = "lm_eval"
 """Name of the file in answers/ that keeps the answered requests."""
 FILE = "lm_eval_results.json"
 LOG_2 = math.log(2)
+BBQ = bias_benchmarks.BBQ_SCALES
 SAME = 1e-9  # difference of two computations of one mean
+
+
+QUOTIENTS: Mapping[str, Scale] = {
+    "bits_per_byte": Scale(0.0),
+    **dict.fromkeys(("byte_perplexity", "word_perplexity", "perplexity"), Scale(1.0, exponential=True)),
+}
+"""Metrics that are quotients of sums over documents -> their scale."""
 
 
 class HarnessTask:
     """A task of the harness whose documents are answered, in the form that `scores.summarize` expects."""
 
-    scales: ClassVar[Mapping[str, Scale]] = {
-        "bits_per_byte": Scale(0.0),
-        **dict.fromkeys(("byte_perplexity", "word_perplexity", "perplexity"), Scale(1.0, exponential=True)),
-    }
+    scales: ClassVar[Mapping[str, Scale]] = {**QUOTIENTS, **bias_benchmarks.SCALES}
 
     def __init__(self, name: str, config: TaskConfig, warnings: Sequence[str] = (), dropped: int = 0) -> None:
         self.name, self.config, self.warnings, self.dropped = name, config, warnings, dropped
@@ -68,15 +74,15 @@ class HarnessTask:
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
         """Return metric -> document id -> [its value], for means over documents, perplexities and bits per byte."""
         names = dict.fromkeys(name for answer in answers for name in answer.metrics)
-        names |= dict.fromkeys(
-            name for name in self.scales if any(name in answer.details.get("nats", ()) for answer in answers)
-        )
-        return {
+        names |= dict.fromkeys(name for name in QUOTIENTS if any(name in answer.details.get("nats", ()) for answer in answers))
+        metrics: dict[str, PerQuestion] = {
             name: _linearize(name, answers)
-            if name in self.scales
+            if name in QUOTIENTS
             else {entry.question: [entry.metrics[name]] for entry in answers if name in entry.metrics}
             for name in names
         }
+        gap = bias_benchmarks.pro_anti_gap({answer.question: answer.metrics for answer in answers})
+        return {**metrics, bias_benchmarks.GAP: gap} if gap else metrics
 
 
 def _nats_of(answer: Answer) -> dict[str, tuple[float, float]]:
@@ -274,7 +280,9 @@ def _answers(
             answers[document] = _answer(question, sample, model)
         values = {_name(metric, sample["filter"]): sample[metric] for metric in sample["metrics"]}
         numbers = {metric: float(value) for metric, value in values.items() if isinstance(value, int | float | bool)}
-        nats = {metric: _nats(value) for metric, value in values.items() if metric in HarnessTask.scales}
+        bias = {metric: bias_benchmarks.bbq_value(metric, value) for metric, value in values.items() if metric in BBQ}
+        numbers |= {metric: value for metric, value in bias.items() if value is not None}
+        nats = {metric: _nats(value) for metric, value in values.items() if metric in QUOTIENTS}
         if nats:
             answers[document].details.setdefault("nats", {}).update(nats)
         answers[document].metrics.update(numbers)
@@ -282,8 +290,10 @@ def _answers(
     for name in [name for name in _nats_of(kept[0]) if not _is_linearized(name, kept, values[name])]:
         for answer in kept:
             del answer.details["nats"][name]
-    means = [name for name, value in values.items() if _is_mean(kept, name, value)]
-    kept = [replace(answer, metrics={name: answer.metrics[name] for name in means}) for answer in kept]
+    means = [name for name, value in values.items() if name in BBQ or _is_mean(kept, name, value)]
+    kept = [
+        replace(answer, metrics={name: answer.metrics[name] for name in means if name in answer.metrics}) for answer in kept
+    ]
     return [replace(answer, score=_score(answer, metric)) for answer in kept]
 
 
@@ -320,8 +330,8 @@ def _answer(question: Question, sample: Mapping[str, Any], model: EnginesLM) -> 
 
 
 def _is_mean(answers: Sequence[Answer], metric: str, value: float) -> bool:
-    values = [answer.metrics.get(metric, math.nan) for answer in answers]
-    return metric not in HarnessTask.scales and bool(values) and abs(math.fsum(values) / len(values) - value) < SAME
+    values = [answer.metrics[metric] for answer in answers if metric in answer.metrics]
+    return metric not in QUOTIENTS and bool(values) and abs(math.fsum(values) / len(values) - value) < SAME
 
 
 def _is_linearized(metric: str, answers: Sequence[Answer], value: float) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS, TaskConfig, TaskDataConfig
+from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS, HARNESS_RECORDS, TaskConfig, TaskDataConfig
 from pipeline.config import DatasetConfig
 from pipeline.config.schema_validation import validate_mapping
 from pipeline.data import sources
@@ -108,7 +108,10 @@ def read(name: str, task: TaskConfig) -> TaskData:
 
 def load_format(key: str, task: TaskConfig) -> Format:
     """Return the format of a task. Raises RecipeError if it does not exist, or if format_kwargs do not fit."""
-    path = HARNESS_FORMAT if task.kind in HARNESS_KINDS else FORMATS.get(task.format, task.format)
+    if task.kind in HARNESS_KINDS:
+        path = HARNESS_RECORDS.get(task.format, HARNESS_FORMAT)
+    else:
+        path = FORMATS.get(task.format, task.format)
     try:
         kind: type[Format] = user_code.load(path)
     except user_code.NotFound as error:

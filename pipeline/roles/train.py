@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pipeline import config, train
 from pipeline.algorithms.algorithm import Algorithm, Loss, OnlineAlgorithm
-from pipeline.algorithms.token_advantages import moments, standardize
+from pipeline.algorithms.token_advantages import keep_high_entropy, moments, standardize
 from pipeline.checkpoints import verification
 from pipeline.checkpoints.background_worker import BackgroundWorker
 from pipeline.checkpoints.checkpoint import kept, read_record, storage_timeout_s, wait_until_seen
@@ -64,6 +64,7 @@ class TrainRole:
         self._batches: list[list[PackedBatch]] = []  # the microbatches of each update
         self._models: dict[str, TrainBackend] = {}
         self._background = BackgroundWorker()
+        self._mean_kl = 0.0  # see PackedBatch.mean_kl
         self._key: FileKey | None = None  # of checkpoints
         self._digests: dict[str, str] = {}  # of the files of the last `save`
         self._retry = RetryPolicy(storage_timeout_s(recipe.cluster.timeouts), kept=lambda: kept(world.info.run_dir))
@@ -122,9 +123,31 @@ class TrainRole:
     def _pack(self, samples: Sequence[Sample], plan: Sequence[list[int]], device: torch.device | str) -> list[PackedBatch]:
         """Pack microbatches. The user's own losses may read the log-probs of all tokens; ours read those that count."""
         batches = pack_each(samples, plan, device)
+        if self._algorithm.needs.mismatched:
+            batches = [dataclasses.replace(batch, mean_kl=self._mean_kl) for batch in batches]
         if self._recipe.loss_fn.custom or self._recipe.algorithm_class:
             return [dataclasses.replace(batch, wanted=None) for batch in batches]
         return batches
+
+    @verb("train")
+    @named_operators()
+    def measure_kl(self, updates: list[Update]) -> float:
+        """Return the sum of log pi(y) - log pi_ref(y) over these samples' answers y."""
+        with self._world.phase("KL of mismatched answers"):
+            total = 0.0
+            for update in updates:
+                batches = self._pack(update.samples, update.forward, self._policy.device)
+                outputs = [self._policy.forward(batches, weights) for weights in ("policy", "reference")]
+                for batch, policy, reference in zip(batches, *outputs, strict=True):
+                    assert policy.logprobs is not None and reference.logprobs is not None
+                    difference = policy.logprobs.double() - reference.logprobs.double()
+                    total += difference[batch.loss_mask].sum().item()
+            return total
+
+    @verb("train")
+    def set_mean_kl(self, mean_kl: float) -> None:
+        """Give the batches of the next `load` or `evaluate` the KL of the mismatched answers."""
+        self._mean_kl = mean_kl
 
     @verb("train")
     @named_operators()
@@ -133,9 +156,9 @@ class TrainRole:
         needs = self._algorithm.needs
         if needs.old:
             first = 0 if needs.old_of_first else 1
-            self._attach(
-                lambda out: {"old_logprobs": out.logprobs, "old_full_logprobs": out.full_logprobs}, "policy", first=first
-            )
+            fields = {"old_logprobs": "logprobs", "old_full_logprobs": "full_logprobs"}
+            fields |= {"old_entropy": "entropy"} if needs.top_entropy < 1 else {}
+            self._attach(lambda out: {ours: getattr(out, name) for ours, name in fields.items()}, "policy", first=first)
         if needs.reference:
             self._attach(lambda out: {"reference_logprobs": out.logprobs}, "policy", weights="reference")
         if needs.critic:
@@ -170,6 +193,19 @@ class TrainRole:
         self._updates = [
             dataclasses.replace(update, counts=counts) for update, counts in zip(self._updates, to.counts, strict=True)
         ]
+
+    @verb("train")
+    def keep_high_entropy(self) -> None:
+        """Set advantages to 0, except for the share `needs.top_entropy` of each update's counted tokens."""
+        with self._world.phase("high entropy"):
+            share = self._algorithm.needs.top_entropy
+            self._batches = [keep_high_entropy(batches, share, self._over_data_ranks) for batches in self._batches]
+
+    def _over_data_ranks(self, count: int) -> int:
+        """Return the sum of a count over the data-parallel ranks. Collective."""
+        total = torch.tensor(count, device=self._policy.device)
+        dist.all_reduce(total, group=self._world.own)
+        return int(total) // (self._world.own.size() // self._policy.data_size)
 
     @verb("train")
     @named_operators()

@@ -154,6 +154,9 @@ def test_adapters_with_dropout_need_a_pass_without_it():
     assert grpo(LossConfig(use_generation_logprobs=True), updates=4).old_share == 0
     forced = LossConfig(force_on_policy_ratio=True)
     assert grpo(forced, seq_logprob_error_threshold=2.0).needs == Needs(truncated=True, old=True, estimates=True)
+    selected = Needs(truncated=True, old=True, entropy=True, top_entropy=0.2)
+    assert grpo(LossConfig(top_entropy_quantile=0.2)).needs == selected
+    assert grpo(LossConfig(top_entropy_quantile=0.2, use_generation_logprobs=True), updates=4).needs == selected
     assert grpo().trains(0) == ("policy",)
 
 

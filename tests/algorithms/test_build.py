@@ -13,6 +13,7 @@ from pipeline.algorithms.algorithm import Needs
 from pipeline.algorithms.distillation import Distillation
 from pipeline.algorithms.dpo import DPO
 from pipeline.algorithms.grpo import GRPO
+from pipeline.algorithms.kto import KTO
 from pipeline.algorithms.loss import policy_loss, value_loss
 from pipeline.algorithms.ppo import PPO
 from pipeline.algorithms.rm import RM
@@ -32,6 +33,7 @@ from tests.algorithms.sampled import CUTS, outputs_of, random_sampled
         ("distillation", Distillation, Needs(teacher_top_k=64)),
         ("sft", SFT, Needs()),
         ("dpo", DPO, Needs(reference=True)),
+        ("kto", KTO, Needs(reference=True, mismatched=True)),
         ("rm", RM, Needs(head="values")),
     ],
 )

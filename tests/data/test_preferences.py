@@ -8,7 +8,8 @@ from transformers import AutoTokenizer
 
 from pipeline.config import RECIPES, DataConfig, DatasetConfig, TokenizerConfig
 from pipeline.data.chat import Encoder
-from pipeline.data.preferences import encode_pair
+from pipeline.data.datasets import record_location
+from pipeline.data.preferences import SplitPairs, encode_labeled, encode_pair
 from pipeline.data.stream import PairStream
 from tests.data.test_chat import CHATML, FORGETFUL, LLAMA3, MARKED, MARKED_BEYOND, MARKED_SHORT, encoder
 
@@ -112,6 +113,30 @@ def test_the_margin_is_on_the_chosen_sequence():
     record = {"input": "1+1=", "chosen": "2", "rejected": "3", "gap": 2}
     assert [sample.reward for sample in encode_pair(bare(margin_key="gap"), 0, record)] == [2.0, 0.0]
     assert [sample.reward for sample in encode_pair(bare(), 0, record)] == [0.0, 0.0]
+
+
+def labeled(encoder: Encoder, *records: dict) -> list[tuple[str, float]]:
+    """Return (part that the loss counts, reward) of each answer."""
+    samples = [encode_labeled(encoder, 0, record) for record in records]
+    return [(encoder.tokenizer.decode(sample.tokens[sample.loss_mask]), sample.reward) for sample in samples]
+
+
+def test_labeled_answers():
+    labels = (True, "False", 1, "0.0")
+    records = [{"input": "1+1=", "output": str(i), "label": label} for i, label in enumerate(labels)]
+    assert labeled(bare(), *records) == [("0</s>", 1.0), ("1</s>", 0.0), ("2</s>", 1.0), ("3</s>", 0.0)]
+    conversation = {"input": PROMPT, "output": DOS, "label": False}
+    assert labeled(chat(), conversation) == [("dos<|im_end|>", 0.0)], "without the assistant's turn in the prompt"
+    for wrong, message in (({"label": "good"}, "'label' is 'good'; expected true or false"), ({}, "has no 'label'")):
+        with pytest.raises(ValueError, match=message):
+            encode_labeled(bare(), 0, {"input": "1+1=", "output": "2", **wrong})
+
+
+def test_pairs_are_split_into_labeled_answers():
+    answers = SplitPairs([{"input": f"{i}+1=", "chosen": str(i + 1), "rejected": "9"} for i in range(2)])
+    found = labeled(bare(label_key=None), *(record for i in range(len(answers)) for record in answers[i]))
+    assert found == [("1</s>", 1.0), ("9</s>", 0.0), ("2</s>", 1.0), ("9</s>", 0.0)]
+    assert record_location(answers, 3) == "record 1 (from 0)"
 
 
 @pytest.mark.parametrize(

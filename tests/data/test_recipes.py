@@ -8,7 +8,7 @@ from pipeline.data.chat import Encoder, load_tokenizer
 from pipeline.data.datasets import load_records
 from pipeline.data.mixture import build_streams
 from pipeline.data.scratchpad import addition
-from pipeline.data.stream import ExampleStream, PairStream, PromptStream
+from pipeline.data.stream import ExampleStream, LabeledStream, PairStream, PromptStream
 from pipeline.environments.build_environments import build
 
 FEWER = ["data.train.kwargs.size=2000"]  # all of the 20,000 are encoded at the start
@@ -64,6 +64,20 @@ def test_tiny_pairs(name: str, margins: set[float], monkeypatch: pytest.MonkeyPa
         assert prompts[0] == prompts[1] and texts[0] != texts[1]
         assert texts[0].removesuffix("</s>").endswith(f";{eval(prompts[0].removeprefix('<s>').rstrip('='))}")
     assert {chosen.reward for chosen, _ in pairs} == margins
+
+
+def test_kto_learns_from_both_answers_of_pairs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(config.RECIPES.parent)
+    sft, recipe = config.load("tiny_sft"), config.load("tiny_dpo", [*FEWER, "algorithm=kto"])
+    tokenizer = load_tokenizer(sft.policy.tokenizer)
+    stream, validation = build_streams(recipe, tokenizer)
+    assert isinstance(stream, LabeledStream) and stream.records == 4000 and len(validation) == 256
+    assert [sample.reward for sample in validation[:4]] == [1.0, 0.0, 1.0, 0.0]
+    samples = stream.take(recipe.policy.train_global_batch_size)
+    assert {sample.reward for sample in samples} == {0.0, 1.0}
+    for sample in samples:
+        text = tokenizer.decode(sample.tokens, skip_special_tokens=True)
+        assert text.endswith(f";{eval(text.partition('=')[0])}") == bool(sample.reward), text
 
 
 def test_tiny_grpo_rm(monkeypatch: pytest.MonkeyPatch):

@@ -25,7 +25,14 @@ def defaults(*classes: type) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("trainer", "name"),
-    {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "sft": "SFTConfig", "dpo": "DPOConfig", "reward": "RewardConfig"}.items(),
+    {
+        "grpo": "GRPOConfig",
+        "rloo": "RLOOConfig",
+        "sft": "SFTConfig",
+        "dpo": "DPOConfig",
+        "kto": "KTOConfig",
+        "reward": "RewardConfig",
+    }.items(),
 )
 def test_defaults_and_names(trainer: str, name: str) -> None:
     if not trl.__version__.startswith(VERSION):

@@ -15,8 +15,8 @@ from pipeline.config.loading import Layers
 from tests.problems import refused
 
 GRPO = "trl grpo --model_name_or_path m --dataset_name d --max_steps 12 --reward_funcs accuracy_reward"
-RLOO, SFT, DPO, REWARD = (
-    f"trl {name} --model_name_or_path m --dataset_name d --max_steps 12" for name in ("rloo", "sft", "dpo", "reward")
+RLOO, SFT, DPO, KTO, REWARD = (
+    f"trl {name} --model_name_or_path m --dataset_name d --max_steps 12" for name in ("rloo", "sft", "dpo", "kto", "reward")
 )
 SCORED = "--reward_funcs accuracy_reward"
 
@@ -33,10 +33,16 @@ def value(found: Layers, key: str) -> Any:
 
 
 TRANSLATED = [
+    (KTO, "algorithm", "kto"),
+    (KTO, "kto.reference_policy_kl_penalty", 0.1),
+    (KTO, "data.shuffle", False),
+    (f"{KTO} --loss_type apo_zero_unpaired", "kto.preference_loss", "apo_zero_unpaired"),
+    (f"{KTO} --desirable_weight 1.3", "kto.desirable_weight", 1.3),
     (GRPO, "loss_fn.token_level_loss", True),
     (f"{GRPO} --loss_type grpo", "loss_fn.token_level_loss", False),
     (f"{GRPO} --loss_type cispo --epsilon_high 5", "loss_fn.ratio_clip_max", 4),
     (f"{GRPO} --loss_type cispo --epsilon_high 5", "loss_fn.ratio_clip_min", 1.0),
+    (f"{GRPO} --top_entropy_quantile 0.2", "loss_fn.top_entropy_quantile", 0.2),
     (f"{GRPO} --delta 4", "loss_fn.ratio_clip_c", 4),
     (f"{GRPO} --importance_sampling_level sequence --loss_type grpo", "loss_fn.sequence_level_importance_ratios", True),
     (f"{GRPO} --scale_rewards none", "grpo.normalize_rewards", False),
@@ -119,6 +125,7 @@ REFUSED = [
     (f"{SFT} --lerning_rate 1", "lerning_rate", "did you mean 'learning_rate'"),
     (f"{DPO} --loss_type hinge", "loss_type", "the loss hinge"),
     (f"{DPO} --f_divergence_type js_divergence", "f_divergence_type", "other divergences"),
+    (f"{KTO} --sync_ref_model", "sync_ref_model", "a reference policy that changes"),
     (f"{REWARD} --center_rewards_coefficient 0.01", "center_rewards_coefficient", "centers rewards"),
 ]
 
@@ -131,7 +138,7 @@ def test_what_is_missing_is_named(tmp_path: Path, command: str, key: str, text: 
     assert found.problems[0].origin.endswith("run.sh:1") == (f"--{key} " in f"{command} ")  # defaults have no line
 
 
-@pytest.mark.parametrize("trainer", ["kto", "orpo", "online_dpo"])
+@pytest.mark.parametrize("trainer", ["bco", "orpo", "online_dpo"])
 def test_another_trainer_is_refused_by_name(tmp_path: Path, trainer: str) -> None:
     with refused(("algorithm", "unsupported")) as error:
         layers(tmp_path, f"accelerate launch examples/scripts/{trainer}.py --model_name_or_path m")

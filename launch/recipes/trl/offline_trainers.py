@@ -1,4 +1,4 @@
-"""Translate SFT, DPO and reward models: their losses, and the lengths of their sequences."""
+"""Translate SFT, DPO, KTO and reward models: their losses, and the lengths of their sequences."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ RULES = {
         Only("sync_ref_model", (False, None), "a reference policy that changes", "false"),
         Ignored("max_prompt_length max_completion_length"),
     ),
+    "kto": (
+        Done("max_length beta loss_type desirable_weight undesirable_weight"),
+        Only("sync_ref_model", (False, None), "a reference policy that changes", "false"),
+    ),
     "reward": (
         Done("max_length"),
         Only("center_rewards_coefficient", (None, 0, 0.0), "a penalty that centers rewards", "null"),
@@ -42,6 +46,8 @@ def translate(t: Translator, trainer: str) -> None:
         _sft(t)
     elif trainer == "dpo":
         _dpo(t)
+    elif trainer == "kto":
+        _kto(t)
     apply(t, RULES[trainer])
 
 
@@ -99,3 +105,16 @@ def _dpo(t: Translator) -> None:
     t.put("dpo.reference_policy_kl_penalty", t.get("beta"), "beta")
     t.put("dpo.label_smoothing", t.get("label_smoothing") if kind != "ipo" else 0.0, "label_smoothing")
     t.put("dpo.reference_free", t.on("reference_free"), "reference_free")
+
+
+def _kto(t: Translator) -> None:
+    kinds = ("kto", "apo_zero_unpaired")
+    if (kind := t.get("loss_type")) not in kinds:
+        t.lacks("loss_type", kind, f"the loss {kind}", f"one of: {', '.join(kinds)}")
+        return
+    ours = {"preference_loss": "loss_type", "reference_policy_kl_penalty": "beta"}
+    for key, field in (ours | {name: name for name in ("desirable_weight", "undesirable_weight")}).items():
+        t.put(f"kto.{key}", t.get(field), field)
+    if kind == "kto":
+        text = "the KL divergence is a mean over the whole update, whose answers are rotated; TRL's over each microbatch"
+        t.change("loss_type=kto", text)

@@ -30,6 +30,7 @@ RULES = (
     Done("temperature top_p top_k use_vllm vllm_mode vllm_gpu_memory_utilization vllm_tensor_parallel_size beta epsilon"),
     Done("max_completion_length vllm_max_model_length max_prompt_length num_generations_eval mask_truncated_completions"),
     Done("epsilon_high delta loss_type scale_rewards importance_sampling_level multi_objective_aggregation entropy_coef"),
+    Done("top_entropy_quantile"),
     Done("use_bias_correction_kl normalize_advantages reward_clip_range steps_per_generation generation_batch_size"),
     Done("vllm_importance_sampling_correction vllm_importance_sampling_mode num_generations"),
     Done("vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min sapo_temperature_pos sapo_temperature_neg"),
@@ -39,7 +40,6 @@ RULES = (
     Only("generation_kwargs", (None,), "arguments of generation", "null, or policy.generation of Hetstep"),
     Only("vllm_structured_outputs_regex vllm_guided_decoding_regex", (None,), "answers of a given form", "null"),
     Only("sync_ref_model", (False, None), "a reference policy that changes", "false"),
-    Only("top_entropy_quantile", (1.0, 1), "a loss on the tokens of the highest entropy alone", "1.0"),
     Only("use_adaptive_entropy", (False, None), "a weight of the entropy that changes", "false"),
     Only("max_tool_calling_iterations", (None,), "tools of TRL", "null, and env.NAME.kind=tools of Hetstep"),
     Only("off_policy_mask_threshold", (None,), "masks of sequences by their KL divergence", "null"),
@@ -112,6 +112,17 @@ def _loss(t: Translator, length: RunLength) -> None:
             t.change(f"loss_type={kind}", "with ratios of sequences, the loss is a mean over sequences, as loss_type=grpo")
     t.put("loss_fn.token_level_loss", kind not in ("grpo", "sapo") and not sequences, "loss_type")
     t.put("loss_fn.entropy_coeff", t.get("entropy_coef"), "entropy_coef")
+    _high_entropy(t)
+
+
+def _high_entropy(t: Translator) -> None:
+    share, bonus = t.get("top_entropy_quantile"), t.get("entropy_coef")
+    t.put("loss_fn.top_entropy_quantile", share, "top_entropy_quantile")
+    if share < 1 and bonus:
+        t.lacks("entropy_coef", bonus, "an entropy bonus of the tokens of the highest entropy alone", "0")
+    if share < 1:
+        text = "the quantile is of an update's tokens and of pi_old; TRL's of each microbatch of all processes"
+        t.change(f"top_entropy_quantile={share}", text)
 
 
 def _kl(t: Translator, length: RunLength) -> None:

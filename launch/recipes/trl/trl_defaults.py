@@ -176,6 +176,19 @@ DPO: dict[str, Any] = {
     "sync_ref_model": False,
     "router_aux_loss_coef": None,
 }
+KTO: dict[str, Any] = {
+    "learning_rate": 1e-06,
+    "train_sampling_strategy": "sequential",
+    "disable_dropout": True,
+    "max_length": 1024,
+    "loss_type": "kto",
+    "beta": 0.1,
+    "desirable_weight": 1.0,
+    "undesirable_weight": 1.0,
+    "activation_offloading": False,
+    "sync_ref_model": False,
+    "router_aux_loss_coef": None,
+}
 REWARD: dict[str, Any] = {
     "learning_rate": 0.0001,
     "chat_template_path": None,
@@ -186,7 +199,7 @@ REWARD: dict[str, Any] = {
     "activation_offloading": False,
 }
 
-TRAINERS: dict[str, dict[str, Any]] = {"grpo": GRPO, "rloo": RLOO, "sft": SFT, "dpo": DPO, "reward": REWARD}
+TRAINERS: dict[str, dict[str, Any]] = {"grpo": GRPO, "rloo": RLOO, "sft": SFT, "dpo": DPO, "kto": KTO, "reward": REWARD}
 """TRL's name of a trainer -> its own fields."""
 WITHOUT_EFFECT: dict[str, str] = {  # trainer -> fields of its own that mean nothing here
     "grpo": "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
@@ -195,6 +208,7 @@ WITHOUT_EFFECT: dict[str, str] = {  # trainer -> fields of its own that mean not
     "sft": "dataset_num_proc eval_packing pad_token",
     "dpo": "dataset_num_proc precompute_ref_log_probs precompute_ref_batch_size discopop_tau f_alpha_divergence_coef"
     " pad_token ref_model_mixup_alpha ref_model_sync_steps",
+    "kto": "dataset_num_proc precompute_ref_log_probs precompute_ref_batch_size ref_model_mixup_alpha ref_model_sync_steps",
     "reward": "dataset_num_proc pad_token",
 }
 _OF_SAMPLING = (
@@ -205,10 +219,9 @@ _OF_SAMPLING = (
 )
 for _name in ("grpo", "rloo"):
     WITHOUT_EFFECT[_name] += _OF_SAMPLING
-ALGORITHMS = {"grpo": "grpo", "rloo": "grpo", "sft": "sft", "dpo": "dpo", "reward": "rm"}
+ALGORITHMS = {"grpo": "grpo", "rloo": "grpo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm"}
 """TRL's name of a trainer -> our algorithm."""
 LACKING = {
-    "kto": "KTO, which learns from single answers",
     "bco": "BCO, which learns from single answers",
     "cpo": "CPO",
     "orpo": "ORPO",

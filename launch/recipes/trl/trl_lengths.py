@@ -73,7 +73,7 @@ def translate(t: Translator, trainer: str, algorithm: str, processes: int) -> Ru
 
 
 def _unit(algorithm: str) -> str:
-    return {"grpo": "completions", "sft": "sequences"}.get(algorithm, "pairs")
+    return {"grpo": "completions", "sft": "sequences", "kto": "answers"}.get(algorithm, "pairs")
 
 
 def _generation(t: Translator, micro: int, update: int, accumulated: int) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def translate(
 ) -> Translation:
     """Translate a configuration with TRL's defaults.
 
-    values: the fields. origins: field -> "file:line", for fields that are no defaults. trainer: grpo, rloo, sft, dpo or reward.
+    values: the fields. origins: field -> "file:line", for fields that are no defaults. trainer: a name of TRAINERS.
     ours: our keys on the command line.
     """
     t = Translator(values, origins)

@@ -18,8 +18,17 @@ from pipeline.algorithms.divergence import distillation_loss
 from pipeline.algorithms.loss import estimate_kl, mask_mismatched_sequences, mismatch_metrics, policy_loss, sft_loss, value_loss
 from pipeline.algorithms.pairs import reward_model_loss
 from pipeline.algorithms.sections import GAEConfig, RewardScalingConfig, RewardShapingConfig
-from pipeline.algorithms.token_advantages import moments, normalization, standardize
-from pipeline.config import AdvantageConfig, DPOConfig, EnvironmentConfig, GRPOConfig, LossConfig, PPOConfig, ValueLossConfig
+from pipeline.algorithms.token_advantages import keep_high_entropy, moments, normalization, standardize
+from pipeline.config import (
+    AdvantageConfig,
+    DPOConfig,
+    EnvironmentConfig,
+    GRPOConfig,
+    KTOConfig,
+    LossConfig,
+    PPOConfig,
+    ValueLossConfig,
+)
 from pipeline.config.environments import RewardConfig
 from pipeline.types import LossOutput, Outputs, PackedBatch, TopK
 from tests.algorithms.golden.files import Golden
@@ -69,6 +78,22 @@ def of_policy(golden: Golden) -> Found:
     return _of_tokens(_outputs(policy_loss(config, outputs, rows.batch(**fields), rows.counts), leaf))
 
 
+def high_entropy(golden: Golden) -> Found:
+    """Compute the policy's loss on the tokens of the highest entropy.
+
+    TRL: `GRPOTrainer._compute_loss` with a trainer whose model returns the rows `logprobs` and `old_entropy`; one advantage for
+    each sequence, and the batch's number of counted tokens as `num_items_in_batch`.
+    """
+    rows, config = Rows(golden.inputs), LossConfig(**golden.arguments)
+    leaf = rows.leaf("logprobs")
+    fields = {name: rows.tensor(name) for name in ("old_logprobs", "old_entropy")}
+    fields["advantages"] = rows.tensor("advantages")[:, None].expand(rows.mask.shape)
+    if config.reference_policy_kl_penalty:
+        fields["reference_logprobs"] = rows.tensor("reference_logprobs")
+    (batch,) = keep_high_entropy([rows.batch(**fields)], config.top_entropy_quantile, int)
+    return _outputs(policy_loss(config, Outputs(logprobs=rows.packed(leaf)), batch, rows.counts), leaf)
+
+
 def sft(golden: Golden) -> Found:
     """Compute the SFT loss. NeMo-RL: `NLLLossFn`, as in `of_policy`."""
     rows = Rows(golden.inputs)
@@ -98,6 +123,23 @@ def dpo(golden: Golden) -> Found:
     batch = rows.batch(reference_logprobs=reference)
     found = _outputs(made(config).loss(Outputs(logprobs=rows.packed(logprobs)), batch, rows.counts), leaf)
     return found if "logits" in rows.inputs else _of_tokens(found)
+
+
+def kto(golden: Golden) -> Found:
+    """Compute KTO's loss, with z0 of the mismatched answers `kl_...` (TRL averages over the answers of a microbatch).
+
+    TRL: `KTOTrainer._compute_loss` with models that return the given logits, for `tokens` and for `kl_tokens`.
+    """
+    rows = Rows(golden.inputs)
+    leaf = rows.leaf("logits")
+    mismatched = Rows({name.removeprefix("kl_"): value for name, value in golden.inputs.items() if name.startswith("kl_")})
+    ratios = _of_drawn(mismatched, mismatched.tensor("logits")) - _of_drawn(mismatched, mismatched.tensor("reference_logits"))
+    algorithm, labels = made(KTOConfig(**golden.arguments)), tensor(golden.inputs["labels"])
+    mean_kl = (ratios * mismatched.mask).sum(1).mean().clamp(min=0).item() if algorithm.needs.mismatched else 0.0
+    reference = _of_drawn(rows, rows.tensor("reference_logits"))
+    batch = rows.batch(reference_logprobs=reference, rewards=labels, mean_kl=mean_kl)
+    counts = dataclasses.replace(rows.counts, good=int(labels.sum()))
+    return _outputs(algorithm.loss(Outputs(logprobs=rows.packed(_of_drawn(rows, leaf))), batch, counts), leaf)
 
 
 def _of_drawn(rows: Rows, logits: torch.Tensor) -> torch.Tensor:
@@ -307,7 +349,9 @@ OURS: dict[str, Callable[[Golden], Found]] = {
     "estimates": estimates,
     "gae": gae,
     "gdpo": gdpo,
+    "high_entropy": high_entropy,
     "kl": kl,
+    "kto": kto,
     "mismatch": mismatch,
     "opd": opd,
     "policy_loss": of_policy,
@@ -332,7 +376,7 @@ def difference(golden: Golden) -> float:
     for name, theirs in golden.expected.items():
         ours = found[name]
         assert ours.shape == theirs.shape, f"{golden.name}: {name} is {tuple(ours.shape)}, theirs {tuple(theirs.shape)}"
-        if name == "gradient" and golden.arguments.get("sequence_level_importance_ratios") and golden.peer == "NeMo-RL":
+        if name == "gradient" and golden.arguments.get("sequence_level_importance_ratios") and golden.peer != "verl":
             # GSPO-token's gradient differs within a sequence with several advantages, and not in its sum.
             ours, theirs = ours.sum(-1), theirs.sum(-1)
         scale = max(theirs.abs().max().item(), SMALL)

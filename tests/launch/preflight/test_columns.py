@@ -8,6 +8,7 @@ from launch.preflight import data_files, data_records, input_files, model_weight
 from pipeline import config
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+KTO = ("algorithm=kto",)
 CHAT = ("data.apply_chat_template=true", "policy.tokenizer.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'")
 ANY_ANSWER = ("data.train.output_key=output",)  # tiny_grpo names a column of its own
 
@@ -36,6 +37,19 @@ def examined(folder, algorithm: str, rows: list[dict] | str, *overrides: str) ->
         ("grpo", {"question": "a", "solution": "s", "answer": 4}, ANY_ANSWER, "'question' as the prompt and 'answer' as"),
         ("grpo", {"messages": [USER, ASSISTANT]}, (*ANY_ANSWER, *CHAT), "'messages' as a conversation"),
         ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, (), "'prompt' as the prompt"),
+        (
+            "dpo",
+            {"prompt": "a", "completion": "b", "label": False},
+            KTO,
+            "'prompt' as the prompt and 'completion' as the answer",
+        ),
+        (
+            "dpo",
+            {"prompt": [USER], "completion": [ASSISTANT], "label": 1},
+            (*KTO, *CHAT),
+            "'prompt' as the prompt and 'completion' as",
+        ),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, KTO, "'prompt' as the prompt"),
         ("rm", {"chosen": "a b", "rejected": "a c"}, (), "the common beginning of both answers as the prompt"),
         ("dpo", {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [ASSISTANT | {"content": "no"}]}, CHAT, "'prompt'"),
     ],

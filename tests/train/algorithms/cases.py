@@ -29,6 +29,7 @@ TEACHERS = {"on_policy_distillation": {"teachers": {"any": "qwen3", "other": "qw
 CASES: dict[str, dict[str, Any]] = {
     "sft": {"algorithm": "sft"},
     "dpo": {"algorithm": "dpo", "dpo": {"sft_loss_weight": 0.1, "label_smoothing": 0.1}},
+    "kto": {"algorithm": "kto", "kto": {"undesirable_weight": 0.7}, "data": {"max_input_seq_length": LONGEST - 4}},
     "rm": {"algorithm": "rm"},
     "grpo": {"algorithm": "grpo"},
     "grpo, by sequences, KL, TIS": {
@@ -47,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
         "loss_fn": {"sequence_level_importance_ratios": True, "token_level_loss": False, "ratio_clip_min": 0.01},
     },
     "cispo": {"algorithm": "grpo", "loss_fn": {"use_cispo": True, "ratio_clip_max": 0.1}},
+    "grpo, high entropy": {"algorithm": "grpo", "loss_fn": {"top_entropy_quantile": 0.3}},
     "reinforce++, KL in the reward": {
         "algorithm": "grpo",
         "grpo": {"adv_estimator": {"name": "reinforce_plus_plus", "minus_baseline": False}},
@@ -138,7 +140,8 @@ def samples(recipe: Recipe, algorithm: Algorithm, step: int) -> list[Sample]:
         return algorithm.compute_advantages([_group(generator, number) for number in range(PROMPTS)])
     if algorithm.paired:
         return [sample for number in range(PAIRS) for sample in _pair(generator, number)]
-    return [_sample(generator, _tokens(generator, 3), 0.0) for _ in range(PROMPTS * ANSWERS // UPDATES)]
+    # The labels of answers, which only some algorithms read.
+    return [_sample(generator, _tokens(generator, 3), float(i % 3 == 0)) for i in range(PROMPTS * ANSWERS // UPDATES)]
 
 
 def _tokens(generator: np.random.Generator, least: int, most: int = LONGEST // 2) -> np.ndarray:

@@ -119,7 +119,8 @@ class AllRanks:
         if self._reverse:
             together = self.role._algorithm.sequences_per_item
             updates = [replace(update, train=[backward(m, together) for m in reversed(update.train)]) for update in updates]
-        return Done(verb(self.role, updates))
+        reply = verb(self.role, updates)
+        return Done(gathered(reply, float) if verb is TrainRole.measure_kl else reply)
 
     def call(self, verb: Callable[..., Any], *argument: Any) -> Done:
         reply = verb(self.role, *argument)

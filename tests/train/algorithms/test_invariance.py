@@ -29,9 +29,18 @@ from tests.train.megatron.layouts import CP2, DP2, EP2, PP2, TP2_SP
 BOUND = 5e-5
 # By default every algorithm runs on both backends, in the layout of Megatron-Core that cuts what its loss sums over.
 QUICK = {
-    Setup("fsdp", DP2, "single"): ("sft", "dpo", "rm", "grpo, by sequences, KL, TIS", "ppo", "distillation"),
-    Setup("megatron", TP2_SP, "reversed"): ("sft", "dpo", "rm", "distillation"),
-    Setup("megatron", CP2, "single"): ("grpo, by sequences, KL, TIS", "ppo"),
+    Setup("fsdp", DP2, "single"): (
+        "sft",
+        "dpo",
+        "kto",
+        "rm",
+        "grpo, by sequences, KL, TIS",
+        "grpo, high entropy",
+        "ppo",
+        "distillation",
+    ),
+    Setup("megatron", TP2_SP, "reversed"): ("sft", "dpo", "kto", "rm", "distillation"),
+    Setup("megatron", CP2, "single"): ("grpo, by sequences, KL, TIS", "grpo, high entropy", "ppo"),
 }
 # Marked `full`, every case of every algorithm runs in one setup of each kind.
 FULL = (*QUICK, Setup("megatron", PP2))
@@ -80,6 +89,7 @@ def check_that_cases_are_meaningful(models: Path) -> None:
         assert 0 < most(case, "clip_fraction") < 1, case
     assert 0 < most("ppo", "value_clip_fraction") < 1
     assert 0 < most("grpo, by sequences, KL, TIS", "is_oob_ratio") < 1
+    assert most("kto", "kl") > 1e-3
     for case in ("grpo, by sequences, KL, TIS", "reinforce++, KL in the reward"):
         assert most(case, "reference_kl") > 1e-4, case
     for case, name in (("grpo, two teachers", "teacher_kl"), ("distillation, two teachers", "forward_kl")):
