@@ -113,7 +113,7 @@ class Completion:
     experts: np.ndarray | None = None
     """[N, E, K] of integers: the K experts that each of the E layers with experts chose for the N tokens before the last.
 
-    Recorded with policy.router_replay, except for requests that were cut. The last token was never an input.
+    Recorded with policy.router_replay, of the request's tokens from Request.routed on. The last token was never an input.
     """
 
 
@@ -237,7 +237,7 @@ class Sample:
     # The rollout's; of a pair's chosen answer, its margin over the rejected one, which comes next; of a labeled one, 1 or 0.
     reward: float = 0.0
     teacher: str = ""  # the name of the one of several teachers that scores it
-    experts: np.ndarray | None = None  # [L, E, K] int16: see Completion.experts; NO_EXPERT where none are recorded
+    experts: np.ndarray | None = None  # [N, E, K]: see Completion.experts, of the first N tokens; NO_EXPERT for none
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,21 +112,24 @@ def make_sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: floa
             mask[span], logprobs[span], advantages[span] = True, turn.completion.logprobs, advantage
         at += len(sampled) + len(observed)
         tokens[at - len(observed) : at] = observed
-    experts = _experts(rollout, len(prompt.tokens), length)
+    experts = _experts(rollout, len(prompt.tokens))
     return Sample(tokens, mask, logprobs, advantages, 0.0 if rollout.failure else float(reward), experts=experts)
 
 
-def _experts(rollout: Rollout, prompt: int, length: int) -> np.ndarray | None:
-    """Return the experts that the engine recorded for each of `length` tokens, see Sample.experts; None without records."""
-    experts, at = None, prompt
+def _experts(rollout: Rollout, prompt: int) -> np.ndarray | None:
+    """Return the experts that the engine recorded, see Sample.experts; None without records. prompt: tokens of the prompt."""
+    parts: list[np.ndarray] = []
+    at, end = prompt, 0  # tokens so far; tokens with a row in `parts`
     for turn in rollout.turns:
         at += len(turn.completion.tokens)
         if (rows := turn.completion.experts) is not None:
-            if experts is None:
-                experts = np.full((length, *rows.shape[1:]), NO_EXPERT, np.int16)
-            experts[at - 1 - len(rows) : at - 1] = rows
+            first = at - 1 - len(rows)
+            if first > end:  # a turn before has none
+                parts.append(np.full((first - end, *rows.shape[1:]), NO_EXPERT, np.int16))
+            parts.append(rows[max(0, end - first) :])
+            end = at - 1
         at += len(turn.observation)
-    return experts
+    return np.concatenate(parts) if parts else None
 
 
 # ---- advantages of the answers to one prompt -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.config.parallelism import DTENSOR, named_backend
-from pipeline.config.schema import Recipe, generates
+from pipeline.config.schema import Recipe, generates, trains
 from pipeline.recipe.problems import Problem
 
 KEY = "policy.router_replay.enabled"
@@ -19,8 +19,9 @@ def check_router_replay(recipe: Recipe) -> Iterator[Problem]:
     policy, vllm = recipe.policy, recipe.policy.generation.vllm_cfg
     if not policy.router_replay.enabled:
         return
-    if not generates(recipe):
-        yield Problem(KEY, "has-no-effect", f"got true, but {recipe.algorithm} samples nothing. Try false")
+    if not generates(recipe) or not trains(recipe):
+        without = "samples nothing" if trains(recipe) else "trains nothing"
+        yield Problem(KEY, "has-no-effect", f"got true, but {recipe.algorithm} {without}. Try false")
         return
     if (backend := policy.generation.backend) != "vllm":
         message = f"got {backend} with {KEY}=true; expected vllm, which records the experts that it chooses"

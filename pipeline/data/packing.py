@@ -102,11 +102,11 @@ def _experts(samples: Sequence[Sample], device: torch.device | str) -> torch.Ten
     if not shapes:
         return None
     (shape,) = shapes  # of one model
-    rows = (
-        np.full((len(sample.tokens), *shape), NO_EXPERT, np.int16) if sample.experts is None else sample.experts
-        for sample in samples
-    )
-    return torch.from_numpy(np.concatenate(list(rows)).astype(np.int32)).to(device)
+    rows: list[np.ndarray] = []
+    for sample in samples:
+        recorded = np.zeros((0, *shape), np.int32) if sample.experts is None else sample.experts.astype(np.int32)
+        rows += [recorded, np.full((len(sample.tokens) - len(recorded), *shape), NO_EXPERT, np.int32)]
+    return torch.from_numpy(np.concatenate(rows)).to(device)
 
 
 def _prompts(samples: Sequence[Sample]) -> tuple[tuple[int, int], ...]:

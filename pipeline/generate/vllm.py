@@ -130,9 +130,13 @@ class VLLMBackend(GenerateBackend):
         if current_platform.is_cpu() and policy.generation.vllm_cfg.pipeline_parallel_size > 1:
             _allocate_intermediate_tensors(self._runner)
         self._routing: RoutingRecorder | None = None
-        if policy.router_replay.enabled:
-            cpu = current_platform.is_cpu()
-            self._routing = CPURecorder(self._model, self._runner) if cpu else RoutingRecorder(self._model)
+        if policy.router_replay.enabled and current_platform.is_cpu():
+            self._routing = CPURecorder(self._model, self._runner)
+        elif policy.router_replay.enabled and rank_in_engine == 0:
+            self._routing = RoutingRecorder(self._model)
+        elif policy.router_replay.enabled:
+            # vLLM's worker gives the experts to the first tensor-parallel rank alone, and here each rank has a scheduler.
+            self._scheduler.aux_output_connector = None
         self._sleep = SleepMode(self._engine, self._model)
         self._adapters: VLLMAdapters | None = None
         if adapters:

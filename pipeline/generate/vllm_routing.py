@@ -72,7 +72,10 @@ class RoutingRecorder:
 
 
 class CPURecorder(RoutingRecorder):
-    """Copies the experts from the routers of a CPU engine after each batch."""
+    """Copies the experts from the routers of a CPU engine after each batch.
+
+    Tokens whose keys and values are computed again, after a refit or a preemption, get the experts of the last computation.
+    """
 
     def __init__(self, model: torch.nn.Module, runner: Any) -> None:
         super().__init__(model)

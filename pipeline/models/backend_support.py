@@ -41,7 +41,7 @@ def check_router_replay(config: Mapping[str, Any], policy: PolicyConfig) -> None
 
 def _experts(config: Mapping[str, Any]) -> int:
     """Return the number of experts of each mixture; 0 for a dense model."""
-    counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
     return next((count for count in counts if count), 0)
 
 

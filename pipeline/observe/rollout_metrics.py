@@ -30,9 +30,8 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
 
     The means are of the reward, the share of answers that broke the reward function, the length in sampled tokens, the number
     of turns, the share of answers cut for length, the share of tokens without recorded experts (with policy.router_replay), and
-    each metric of the environment. Each of several rewards, `reward/NAME`,
-    also has its unbiased standard deviation, `reward_std/NAME`. An answer that broke the reward function has no metrics; it
-    counts as 0 in `accuracy`.
+    each metric of the environment. Each of several rewards, `reward/NAME`, also has its unbiased standard deviation,
+    `reward_std/NAME`. An answer that broke the reward function has no metrics; it counts as 0 in `accuracy`.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     judged = [rollout for rollout in rollouts if not rollout.failure]

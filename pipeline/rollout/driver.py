@@ -241,6 +241,8 @@ class EpisodeDriver:
     def _judge(self, completion: Completion) -> None:
         """Submit a completion to its environment; if it holds thoughts, let the policy draw its answer instead."""
         episode = self._in_engine.pop(completion.id)
+        if episode.work.purpose != "train":
+            completion = replace(completion, experts=None)  # nobody reads them
         if isinstance(episode, FunctionEpisode):
             self._give_to_function(episode, completion)
             return

@@ -47,7 +47,14 @@ class FunctionEpisode(Episode):
     @override
     def requests(self) -> list[Request]:
         draws, self.next_draws = self.next_draws, []
-        return [Request(self._id(draw.number), draw.tokens, draw.seed, draw.sampling) for draw in draws]
+        return [Request(self._id(draw.number), draw.tokens, draw.seed, draw.sampling, self._routed_of(draw)) for draw in draws]
+
+    def _routed_of(self, draw: Draw) -> int:
+        """Return the number of leading tokens of a draw whose experts the draw before it has; see Request.routed."""
+        before = None if draw.previous is None else self.completions.get(draw.previous)
+        if draw.previous is None or before is None or before.experts is None:
+            return 0
+        return len(self.draws[draw.previous].tokens) + len(before.tokens) - 1
 
     def receive(self, completion: Completion) -> None:
         """Store a completion that the engine returned."""

@@ -192,9 +192,15 @@ class FSDPBackend(TrainBackend):
 
     def _outputs(self, batch: PackedBatch, model: PackedModel, top_k: int = 0, truncated: bool = True) -> Outputs:
         layout = self._layout
+        if model.replay is None:
+            batch = dataclasses.replace(batch, experts=None)
         # Answers of one prompt may have other recorded experts of its tokens.
-        shares = model.shares_prompts and batch.experts is None
-        if shares and layout.context == layout.tokens_multiple == 1 and saved_tokens(batch):
+        if (
+            model.shares_prompts
+            and batch.experts is None
+            and layout.context == layout.tokens_multiple == 1
+            and saved_tokens(batch)
+        ):
             return model(share(batch), top_k, truncated)
         local = localize(batch, layout.context, layout.context_rank, layout.tokens_multiple, self._context)
         return model(local, top_k, truncated)

@@ -23,6 +23,8 @@ from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.train.expert_parallel import expert_modules
 from pipeline.types import NO_EXPERT
 
+KEY = "policy.router_replay.enabled"
+
 
 class RouterReplay:
     """The mixtures of experts of a model, and the experts that their tokens go to."""
@@ -33,7 +35,7 @@ class RouterReplay:
         if not modules:
             name = type(hf).__name__
             message = f"got true, but {name} has no experts that transformers dispatches by token; expected false"
-            raise RecipeError(Problem("policy.router_replay.enabled", "unsupported", message))
+            raise RecipeError(Problem(KEY, "unsupported", message))
         self._experts: torch.Tensor | None = None
         self._layers = len(modules)
         for layer, (name, experts) in enumerate(modules.items()):
@@ -48,8 +50,12 @@ class RouterReplay:
     def _forward(self, forward: Any, layer: int, count: int, *inputs: Any, **options: Any) -> Any:
         if self._experts is None:
             return forward(*inputs, **options)
-        with _RecordedChoice(self._experts[:, layer].long(), count):
-            return forward(*inputs, **options)
+        with _RecordedChoice(self._experts[:, layer].long(), count) as choice:
+            output = forward(*inputs, **options)
+        if not choice.was_asked:
+            message = "got true, but a router of the model does not choose by torch.topk over all experts; expected false"
+            raise RecipeError(Problem(KEY, "unsupported", message))
+        return output
 
 
 class _RecordedChoice(TorchFunctionMode):
@@ -58,6 +64,7 @@ class _RecordedChoice(TorchFunctionMode):
     def __init__(self, experts: torch.Tensor, count: int) -> None:
         super().__init__()
         self._experts, self._scores_shape = experts, (len(experts), count)
+        self.was_asked = False
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,6 +74,7 @@ class _RecordedChoice(TorchFunctionMode):
         (scores, *_), (_, chosen) = args, result
         if scores.shape != self._scores_shape or chosen.shape != self._experts.shape:
             return result  # a choice among groups of experts
+        self.was_asked = True
         return torch.return_types.topk(recorded(self._experts, scores, chosen))
 
 

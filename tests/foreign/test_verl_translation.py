@@ -25,6 +25,7 @@ BASE = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm", "
 BASE += ("actor_rollout_ref.model.path=Qwen/Qwen3-8B", "actor_rollout_ref.actor.use_dynamic_bsz=True")
 BASE += ("trainer.logger=[console]", "data.train_files=/data/gsm8k/train.parquet", "data.val_files=/data/gsm8k/test.parquet")
 ACTOR, ROLLOUT, OPTIMIZER = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
+REPLAY = ("model_engine=megatron", f"{ROLLOUT}.enable_rollout_routing_replay=True")
 GOLDEN = Path(__file__).parents[1] / "algorithms/golden"
 LOSSES = {"compute_policy_loss_vanilla": "vanilla", "compute_policy_loss_gspo": "gspo", "compute_policy_loss_cispo": "cispo"}
 
@@ -404,12 +405,23 @@ def test_commands_that_start_a_trainer(tmp_path: Path) -> None:
         ((f"{ROLLOUT}.multi_turn.enable=True",), f"{ROLLOUT}.multi_turn.enable", "agents with tools"),
         ((f"{ACTOR}.ppo_epochs=2",), f"{ACTOR}.ppo_epochs", "several passes"),
         (("trainer.v1.trainer_mode=separate_async",), "trainer.v1.trainer_mode", "asynchronous"),
+        ((f"{ACTOR}.router_replay.mode=R3",), f"{ACTOR}.router_replay.mode", "replay of routing by this key"),
+        (
+            (*REPLAY, f"{ACTOR}.megatron.router_replay.mode=R2"),
+            f"{ACTOR}.megatron.router_replay.mode",
+            "replay of the routing of",
+        ),
         (("actor_rollout_ref.model.mtp.enable=True",), "actor_rollout_ref.model.mtp.enable", "multi-token"),
     ],
 )
 def test_a_feature_that_we_lack_is_named(words: tuple[str, ...], key: str, feature: str, inspect) -> None:
     (problem,) = inspect(*words).problems
     assert (problem.key, problem.code) == (key, "unsupported") and f"Hetstep does not support {feature}" in problem.message
+
+
+def test_routing_of_the_sampler_is_replayed(recipe) -> None:
+    assert recipe(*REPLAY, f"{ACTOR}.megatron.router_replay.mode=R3").policy.router_replay.enabled
+    assert not recipe(*REPLAY).policy.router_replay.enabled
 
 
 def test_notes_say_what_differs(inspect) -> None:

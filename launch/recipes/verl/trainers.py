@@ -31,6 +31,12 @@ RULES = (
     Done(f"{ACTOR}.checkpoint.async_save"),
     Ignored(f"{ACTOR}.checkpoint.* checkpoint.*", CHECKPOINT),
     Changed(f"{ACTOR}.use_prefix_grouper", (False, None), "each answer is computed with its prompt: equal results, slower"),
+    Only(
+        f"{ACTOR}.router_replay.mode",
+        ("disabled", None),
+        "replay of routing by this key",
+        f"{ACTOR}.megatron.router_replay.mode=R3",
+    ),
     Only(f"{ACTOR}.qat.enable", (False, None), "quantization-aware training", "false"),
     Ignored(
         f"{ACTOR}.strategy {ACTOR}.model_engine {ACTOR}.freeze_vision_tower {ACTOR}.use_torch_compile {ACTOR}.entropy_*"
