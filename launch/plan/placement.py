@@ -46,7 +46,9 @@ def place_on_gpus(loaded: Loaded) -> Loaded:
         _, choice = backend_choice.choose(loaded.recipe)
     except RecipeError:  # `prepare` reports it
         return loaded
-    without = {name: replace(getattr(loaded.recipe.cluster, name), sbatch_options={}) for name in ("generate", "reward")}
+    without = {
+        name: replace(getattr(loaded.recipe.cluster, name), sbatch_options={}) for name in ("generate", "reward", "judge")
+    }
     # A local run has no Slurm options.
     without_slurm = replace(loaded.recipe, cluster=replace(loaded.recipe.cluster, **without))
     available, refused = f"{plural(len(devices), 'GPU')} according to {source}", ""

@@ -2,6 +2,7 @@
 
 from pipeline.roles.generate import GenerateRole
 from pipeline.roles.reward import RewardRole
+from pipeline.roles.served_judge import JudgeRole
 from pipeline.roles.train import TrainRole
 
-__all__ = ["GenerateRole", "RewardRole", "TrainRole"]
+__all__ = ["GenerateRole", "JudgeRole", "RewardRole", "TrainRole"]
