@@ -444,7 +444,9 @@ def _overlong(reply: bytes) -> _OverlongError | None:
     """Return the error in a refusal of the job's judge; None if it has another cause."""
     try:
         error = json.loads(reply)["error"]
-        return _OverlongError(error["message"], error["tokens"], error["limit"]) if error["code"] == OVERLONG else None
+        if error["code"] != OVERLONG:
+            return None
+        return _OverlongError(f"the judge of the job: {error['message']}", error["tokens"], error["limit"])
     except (ValueError, LookupError, TypeError):
         return None
 
