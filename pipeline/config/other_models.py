@@ -17,6 +17,8 @@ from pipeline.config.policy import LoRAConfig, PolicyConfig, ServedJudgeConfig, 
 from pipeline.config.schema import Recipe, generates, trains
 from pipeline.recipe.problems import Problem
 
+LEAST_JUDGE_S = 30.0
+"""Least timeout_s of an environment that asks the judge of the job."""
 EngineModel = Literal["policy", "judge", "reward_model"]
 """The model that an engine of the generate component serves."""
 
@@ -67,7 +69,19 @@ def check_judge(recipe: Recipe) -> Iterator[Problem]:
             own |= scorer.kind not in KINDS
             if scorer.kind == "llm_judge":
                 arguments, problems = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)
-                asked += [scorer.kwargs_key] if not problems and arguments.url is None else []
+                if problems or arguments.url is not None:
+                    continue
+                asked.append(scorer.kwargs_key)
+                if environment.timeout_s < LEAST_JUDGE_S:
+                    message = f"got {environment.timeout_s:g} s; expected at least {LEAST_JUDGE_S:g} s, since an answer"
+                    why = f"{message} waits in the judge's engines for others. Try env.{name}.timeout_s=600"
+                    yield Problem(f"env.{name}.timeout_s", "too-small", why)
+                room = recipe.judge.vllm_cfg.max_model_len
+                if model is not None and arguments.max_tokens >= room:
+                    message = (
+                        f"got {arguments.max_tokens} tokens of a reply; expected less than judge.vllm_cfg.max_model_len, {room}"
+                    )
+                    yield Problem(f"{scorer.kwargs_key}.request.max_tokens", "too-large", message)
     if asked and not (generates(recipe) and trains(recipe)):
         message = f"got null; expected the url of an endpoint, since {recipe.algorithm} has no cluster.judge"
         yield Problem(f"{asked[0]}.url", "missing-value", message)

@@ -166,6 +166,11 @@ class LLMJudgeArguments:
     top_k, max_tokens (1024 by default), seed and stop. For an endpoint set max_tokens, so that no answer can make the judge
     write until the time is over."""
 
+    @property
+    def max_tokens(self) -> int:
+        """The maximum tokens of a reply of the job's judge."""
+        return self.request.get("max_completion_tokens") or self.request.get("max_tokens") or MAX_TOKENS
+
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
@@ -200,7 +205,7 @@ class LLMJudge(BuiltinEnvironment):
             raise ValueError("got no url; expected one, since the job serves no judge (judge.model_name)")
         else:
             self._urls, self._name, self._of_job = list(context.served_judge.urls), "the judge of the job", True
-            self._fields = {"temperature": 0.0, "max_tokens": MAX_TOKENS, **arguments.request}
+            self._fields = {"temperature": 0.0, "max_tokens": arguments.max_tokens, **arguments.request}
         self.workers = context.workers or (WORKERS_OF_JOB if self._of_job else WORKERS)
         headers = {}
         if arguments.api_key_env is not None:
