@@ -238,9 +238,6 @@ def _check_colocated(recipe: Recipe) -> Iterator[Problem]:
     why = f"with {on} the generate ranks use its nodes and GPUs"
     yield from _as_train_has(recipe, "generate", recipe.cluster.generate, SHARED, why, key)
     environment = f"env.{reward_environment(recipe)}"
-    if serves_judge(recipe):
-        message = f"got {recipe.judge.model_name}; expected null, since with {on} no other ranks have GPUs. Try {key}=false"
-        yield Problem("judge.model_name", "contradiction", message)
     if serves_rewards(recipe):
         message = f"got reward; expected train, since with {on} the reward model can have no ranks of its own. Try {key}=false"
         yield Problem(f"{environment}.served_by", "contradiction", message)

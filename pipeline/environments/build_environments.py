@@ -62,7 +62,9 @@ def _build(name: str, config: EnvironmentConfig, configs: Configs, served: Serve
     elif named[0].kind in KINDS:
         environment = _built_in(named[0], config, lambda judge: _build_judge(key, config, configs, judge, served), served)
     else:
-        environment = _own(named[0], lambda loaded: custom.build(named[0].kind, loaded, named[0].kwargs, config.timeout_s))
+        environment = _own(
+            named[0], lambda loaded: custom.build(named[0].kind, loaded, named[0].kwargs, config.timeout_s, served)
+        )
     environment.workers = config.workers or getattr(environment, "workers", 1)  # a user's class may lack it
     return environment
 
@@ -70,7 +72,7 @@ def _build(name: str, config: EnvironmentConfig, configs: Configs, served: Serve
 def _reward(scorer: AnswerScorer, config: EnvironmentConfig, served: ServedJudge | None) -> Reward:
     if scorer.kind in KINDS:
         return KindReward(scorer.kind, _built_in(scorer, config, _no_judge, served))
-    return _own(scorer, lambda loaded: custom.build_reward(scorer.kind, loaded, scorer.kwargs))
+    return _own(scorer, lambda loaded: custom.build_reward(scorer.kind, loaded, scorer.kwargs, served))
 
 
 def _no_judge(judge: str) -> Environment:

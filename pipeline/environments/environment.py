@@ -140,6 +140,7 @@ class ServedJudge:
     """The generative judge that the job serves: an OpenAI-compatible endpoint of each of its engines."""
 
     addresses: tuple[str, ...]  # HOST:PORT/KEY; the key admits to the endpoint, so no message repeats it
+    tokenizer: str  # its folder
 
     @property
     def urls(self) -> tuple[str, ...]:

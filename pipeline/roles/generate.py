@@ -86,7 +86,7 @@ class GenerateRole:
         return self._built
 
     def _start_judges(self) -> JudgePool:
-        settings = EnvironmentSettings.of(self._recipe, served_judge(self._world))
+        settings = EnvironmentSettings.of(self._recipe, served_judge(self._recipe, self._world))
         if self._serves == "judge":  # rank 0 reads its verdicts
             settings = dataclasses.replace(settings, env={}, function="")
         return JudgePool(settings, self.wakeup)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipeline import generate
 from pipeline.checkpoints import verification
-from pipeline.config import Recipe, served_judge_policy
+from pipeline.config import Recipe, served_judge_policy, serves_judge
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.judge_chat import JudgeChat
 from pipeline.data.stop_strings import text_before_stop
@@ -114,10 +114,12 @@ class JudgeRole:
             self._server.close()
 
 
-def served_judge(world: World) -> ServedJudge | None:
+def served_judge(recipe: Recipe, world: World) -> ServedJudge | None:
     """Return the endpoints of the job's judge, as soon as its ranks listen; None if the job serves none."""
-    count = len(world.workers.judge_engines)
-    return ServedJudge(tuple(world.store.get(_name(i)).decode() for i in range(count))) if count else None
+    if not serves_judge(recipe):
+        return None
+    addresses = [world.store.get(_name(i)).decode() for i in range(len(world.workers.judge_engines))]
+    return ServedJudge(tuple(addresses), served_judge_policy(recipe).tokenizer.name)
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.observe.metrics import read_rollouts
-from tests.end_to_end.runs import LOCAL, submit
+from tests.end_to_end.runs import LOCAL, Fault, left_alive, pids_of, submit
 from tests.evaluation.said_models import write_model
 
 SAYS = {
@@ -63,3 +63,36 @@ def test_a_judge_on_a_rank_of_its_own_rewards_two_steps(judged):
         assert rollout["notes"]["score/judge_reply"] in ("Score: 7", "Score: 2")
         assert rollout["notes"]["score/judge_prompt"].startswith("The texts to judge stand between")
     assert len({rollout["reward/score"] for rollout in rollouts}) == 2  # it depends on the answer
+
+
+@pytest.mark.full
+def test_a_killed_judge_is_named_and_the_resumed_run_repeats_every_rating(keys, judged, tmp_path):
+    """With rewards that are sampled at temperature 1."""
+    fault = Fault("decode", RANK, actor=RANK, count=3)
+    broken = submit(tmp_path / "run", *LOCAL, *keys, fault=fault)
+    assert broken.status == 1, broken.output
+    assert (pids_of(broken.folder) / "done").exists(), "the fault never struck"
+    assert f"rank {RANK} (judge) was ended by SIGKILL" in broken.output
+    assert left_alive(broken.folder) == []
+    rerun = submit(tmp_path / "run", *LOCAL, *keys)
+    assert rerun.status == 0, rerun.output
+    assert rerun.metrics() == judged.metrics()
+    for step in (1, 2):
+        name = f"rollouts/step_{step:06d}.jsonl"
+        assert (rerun.folder / name).read_text() == (judged.folder / name).read_text()
+
+
+@pytest.mark.full
+def test_a_judge_that_says_nothing_costs_the_episodes_alone(keys, tmp_path):
+    """The answer is to blame if the judge rates an empty one; else the episode is dropped."""
+    rewards = "[{fn: llm_judge, name: dull, kwargs: {tries: 1, prompt: 'Is {response} dull?'}}]"
+    run = submit(tmp_path / "run", *LOCAL, *keys, f"env.judged={{_override_: true, timeout_s: 60, rewards: {rewards}}}")
+    assert run.status == 0, run.output
+    assert [line["train/env_failures"] for line in run.metrics()] == [16, 16]
+
+
+@pytest.mark.full
+def test_train_and_generate_ranks_may_take_turns_on_their_gpus(keys, judged, tmp_path):
+    run = submit(tmp_path / "run", *LOCAL, *keys, "policy.generation.colocated.enabled=true")
+    assert run.status == 0, run.output
+    assert run.metrics() == judged.metrics()

@@ -114,7 +114,7 @@ def test_only_what_follows_the_thinking_is_judged(endpoint):  # noqa: F811
 def of_job(endpoint, **kwargs: Any) -> LLMJudge:  # noqa: F811
     """Return a judge that asks the endpoint as if it was one of two engines of the job."""
     address = endpoint.url.removeprefix("http://").removesuffix("/v1")
-    served = ServedJudge((f"{address}/KEY", f"{address}/KEY"))
+    served = ServedJudge((f"{address}/KEY", f"{address}/KEY"), "no/tokenizer")
     environment = EnvironmentConfig(kind="llm_judge", timeout_s=20.0, kwargs=kwargs)
     endpoint.judges.append(build({"x": environment}, served_judge=served)["x"])
     return endpoint.judges[-1]

@@ -55,7 +55,7 @@ def main(run_dir: Path) -> None:
         join(world)
         if client:
             RpcGroup(client, world, world.workers.judge, JudgeRole, timeouts).call(JudgeRole.setup).result()
-            served = served_judge(world)
+            served = served_judge(recipe, world)
             assert served
             (run_dir / "replies.json").write_text(json.dumps(replies(list(served.urls))))
             stop(world)

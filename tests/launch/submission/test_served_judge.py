@@ -69,7 +69,6 @@ def test_slurm_gives_it_a_component_and_its_container(load, tmp_path):
         (["env.math={_override_: true, kind: math}"], ("judge.model_name", "has-no-effect")),
         (["env.math.timeout_s=10"], ("env.math.timeout_s", "too-small")),
         (["env.math.kwargs.request.max_tokens=32"], ("env.math.kwargs.request.max_tokens", "too-large")),
-        (["policy.generation.colocated.enabled=true"], ("judge.model_name", "contradiction")),
         (["judge.vllm_cfg.tensor_parallel_size=2"], ("judge.vllm_cfg.tensor_parallel_size", "not-divisible")),
         (["judge.vllm_cfg.precision=fp8", "judge.precision=bfloat16"], ("judge.vllm_cfg.precision", "needs-gpu")),
         (
