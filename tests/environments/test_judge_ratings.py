@@ -5,12 +5,14 @@ import json
 import re
 from typing import Any
 
+import httpx
 import pytest
 
 from pipeline.config import EnvironmentConfig
 from pipeline.environments.build_environments import build
 from pipeline.environments.environment import ServedJudge, Unjudged
 from pipeline.environments.llm_judge import AGAIN_TEMPERATURE, LEFT_OUT, OVERLONG, LLMJudge
+from tests.environments.pooled import write_tokenizer
 from tests.environments.test_llm_judge import PROMPT, endpoint, says  # noqa: F401  # a fixture
 
 CRITERIA = [{"name": "Clarity", "description": "is it plain", "weight": 3}, {"name": "Right"}]
@@ -164,3 +166,30 @@ def test_an_overlong_answer(endpoint, mode):  # noqa: F811
 def test_without_a_judge_in_the_job_a_url_is_needed():
     with pytest.raises(ValueError, match=r"env\.x: kind llm_judge: got no url; expected one, since the job serves no judge"):
         build({"x": EnvironmentConfig(kind="llm_judge")})
+
+
+# ---- a score of verl's form that asks it -------------------------------------------------------------------------------------
+
+
+async def of_verl(data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_model_tokenizer):
+    """Ask as verl's generative reward models are asked (docs/advance/reward_loop.rst)."""
+    messages = [{"role": "user", "content": f"{ground_truth}? {solution_str} {reward_model_tokenizer.eos_token}"}]
+    async with httpx.AsyncClient(trust_env=False) as client:
+        reply = await client.post(f"http://{reward_router_address}/v1/chat/completions", json={"messages": messages})
+    return {"score": float(reply.json()["choices"][0]["message"]["content"]), "judge": "asked"}
+
+
+def test_a_score_of_verls_form_asks_it(endpoint, tmp_path):  # noqa: F811
+    write_tokenizer(tmp_path, eos_token="<e>")
+    endpoint.replies = [says("0.25")]
+    address = endpoint.url.removeprefix("http://").removesuffix("/v1")
+    record = {"data_source": "sums", "reward_model": {"ground_truth": "4"}}
+    prompt = dataclasses.replace(PROMPT, task={**PROMPT.task, "record": record})
+    config = {"x": EnvironmentConfig(kind=f"{__name__}.of_verl", timeout_s=20.0)}
+    environment = build(config, served_judge=ServedJudge((f"{address}/KEY",), str(tmp_path)))["x"]
+    outcome = environment.step(prompt, "four")
+    assert (outcome.reward, outcome.notes) == (0.25, {"judge": "asked"})
+    assert endpoint.content == "4? four <e>" and endpoint.requests[0][0]["path"] == "/KEY/v1/chat/completions"
+    environment.close()
+    with pytest.raises(ValueError, match=r"it needs reward_router_address; expected a judge in the job"):
+        build(config)
