@@ -269,8 +269,8 @@ def _cells(mode: Mode) -> list[str]:
     parts = [cluster.train]
     if not config.colocated(plan.recipe):
         parts += [cluster.generate, *([cluster.reward] if config.serves_rewards(plan.recipe) else [])]
-        parts += [cluster.judge] * config.serves_judge(plan.recipe)
         waits = [f"{idle / plan.step:.0%}" for idle in (plan.step_time.train, plan.step_time.generate)]
+    parts += [cluster.judge] * config.serves_judge(plan.recipe)
     nodes = f"{' + '.join(str(getattr(part, key)) for part in parts)}{' GPUs' if cluster.share_nodes else ''}"
     return [nodes, str(plan.gpus), seconds(plan.step), f"{mode.cost:,.0f}", *waits]
 

@@ -69,6 +69,7 @@ def check_judge(recipe: Recipe) -> Iterator[Problem]:
             own |= scorer.kind not in KINDS
             if scorer.kind == "llm_judge":
                 arguments, problems = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)
+                own |= bool(problems)  # which may be of a judge that asks this model
                 if problems or arguments.url is not None:
                     continue
                 asked.append(scorer.kwargs_key)

@@ -1,4 +1,4 @@
-"""The verbs that a train, generate or reward rank serves. Rank 0 calls them through `pipeline/rpc`."""
+"""The verbs that a train, generate, reward or judge rank serves. Rank 0 calls them through `pipeline/rpc`."""
 
 from pipeline.roles.generate import GenerateRole
 from pipeline.roles.reward import RewardRole
