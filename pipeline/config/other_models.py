@@ -66,34 +66,36 @@ def check_judge(recipe: Recipe) -> Iterator[Problem]:
     model, asked, own = recipe.judge.model_name, [], False
     for name, environment in recipe.env.items():
         for scorer in scorers(name, environment):
-            own |= scorer.kind not in KINDS
-            if scorer.kind == "llm_judge":
-                arguments, problems = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)
-                own |= bool(problems)  # which may be of a judge that asks this model
-                if problems or arguments.url is not None:
-                    continue
+            if scorer.kind != "llm_judge":
+                own |= scorer.kind not in KINDS
+                continue
+            arguments, problems = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)
+            own |= bool(problems)  # which may be of a judge that asks this model
+            if not problems and arguments.url is None:
                 asked.append(scorer.kwargs_key)
-                if environment.timeout_s < LEAST_JUDGE_S:
-                    message = f"got {environment.timeout_s:g} s; expected at least {LEAST_JUDGE_S:g} s, since an answer"
-                    why = f"{message} waits in the judge's engines for others. Try env.{name}.timeout_s=600"
-                    yield Problem(f"env.{name}.timeout_s", "too-small", why)
-                room = recipe.judge.vllm_cfg.max_model_len
-                if model is not None and arguments.max_tokens >= room:
-                    message = (
-                        f"got {arguments.max_tokens} tokens of a reply; expected less than judge.vllm_cfg.max_model_len, {room}"
-                    )
-                    yield Problem(f"{scorer.kwargs_key}.request.max_tokens", "too-large", message)
+                yield from _check_asking(recipe, scorer.kwargs_key, name, arguments.max_tokens)
     if asked and not (generates(recipe) and trains(recipe)):
         message = f"got null; expected the url of an endpoint, since {recipe.algorithm} has no cluster.judge"
         yield Problem(f"{asked[0]}.url", "missing-value", message)
     elif asked and model is None:
-        message = (
-            f"got null; expected the model that judges, since {asked[0]}.url is null. Try a model, or the url of an endpoint"
-        )
+        message = f"got null; expected the model that judges, since {asked[0]}.url is null. Try a model, or an endpoint's url"
         yield Problem("judge.model_name", "missing-value", message)
     elif model is not None and not (asked or own):
         message = f"got {model}, but no environment asks it. Try env.NAME.kind=llm_judge without kwargs.url"
         yield Problem("judge.model_name", "has-no-effect", message)
+
+
+def _check_asking(recipe: Recipe, key: str, name: str, most: int) -> Iterator[Problem]:
+    """Yield the problems of an environment that asks the judge of the job. key: of the kwargs. most: tokens of a reply."""
+    given, room = recipe.env[name].timeout_s, recipe.judge.vllm_cfg.max_model_len
+    if given < LEAST_JUDGE_S:
+        message = (
+            f"got {given:g} s; expected at least {LEAST_JUDGE_S:g} s, since an answer waits in the judge's engines for others"
+        )
+        yield Problem(f"env.{name}.timeout_s", "too-small", f"{message}. Try env.{name}.timeout_s=600")
+    if recipe.judge.model_name is not None and most >= room:
+        message = f"got {most}; expected less than judge.vllm_cfg.max_model_len, {room}, which limits prompt and reply together"
+        yield Problem(f"{key}.request.max_tokens", "too-large", f"{message}. Try judge.vllm_cfg.max_model_len={4 * most}")
 
 
 def critic(recipe: Recipe) -> PolicyConfig:

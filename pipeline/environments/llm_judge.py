@@ -106,6 +106,9 @@ Address = Annotated[Text, Check(_password_error, "secret-in-recipe"), Check(_add
 KeyVariable = Annotated[Text, Check(_variable_error), Check(_unset_error, "missing-value")]
 
 
+StopText = Annotated[str, msgspec.Meta(min_length=1)]
+
+
 class ChatBody(msgspec.Struct):
     """The part of a request for a chat completion that the job's judge reads; it ignores other fields."""
 
@@ -117,7 +120,7 @@ class ChatBody(msgspec.Struct):
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
-    stop: str | list[str] | None = None
+    stop: StopText | list[StopText] | None = None
     n: Literal[1] | None = None
     stream: Literal[False] | None = None
 
@@ -270,31 +273,35 @@ class LLMJudge(BuiltinEnvironment):
 
     def _judge(self, form: AskedForm, prompt: Prompt, text: str, deadlines: tuple[float, float]) -> _Judged:
         """Return the verdict on an answer. deadlines: (the answer's deadline, the step's deadline)."""
-        content, most, shortened = self._content(form, prompt, text), self._arguments.tries, 0
-        while True:
-            try:
-                return replace(self._with_retries(form, content, most, deadlines[0]), shortened=shortened > 0)
-            except _OverlongError as error:
-                if self._arguments.overlong == "shorten" and shortened < SHORTENED and text:
-                    text, shortened = error.shortened(text, content), shortened + 1
-                    content = self._content(form, prompt, text)
-                    continue
-                first_error: NoReply = error
-            except NoReply as error:
-                if error.busy:
-                    raise Unjudged(str(error)) from None
-                first_error = error
-            break
+        tries = self._arguments.tries
+        try:
+            return self._fitting(form, prompt, text, tries, deadlines[0])
+        except NoReply as error:
+            if error.busy:
+                raise Unjudged(str(error)) from None
+            first_error = error
         try:
             self._with_retries(form, self._content(form, prompt, ""), 1, deadlines[1])
         except NoReply:
             raise Unjudged(str(first_error)) from None
         try:
-            return self._with_retries(form, content, 1, deadlines[1], most)  # the endpoint may have recovered
+            return self._fitting(form, prompt, text, 1, deadlines[1], tries)  # the endpoint may have recovered
         except NoReply as error:
             if error.busy:
                 raise Unjudged(str(error)) from None
             raise ValueError(f"{first_error}; the judge scores an empty answer") from None
+
+    def _fitting(self, form: AskedForm, prompt: Prompt, text: str, tries: int, deadline: float, asked: int = 0) -> _Judged:
+        """Return the verdict on an answer. With overlong=shorten it is shortened until the prompt fits."""
+        most = SHORTENED if self._arguments.overlong == "shorten" else 0
+        for times in range(most + 1):
+            content = self._content(form, prompt, text)
+            try:
+                return replace(self._with_retries(form, content, tries, deadline, asked), shortened=times > 0)
+            except _OverlongError as error:
+                if times == most or not (text := error.shortened(text, content)):
+                    raise
+        raise AssertionError("the last time returns or raises")
 
     def ask(self, content: str, fields: dict[str, Any]) -> tuple[str, str]:
         """Return (text, finish reason) of the reply to the caller's prompt, with retries. fields: further fields of the body.
@@ -309,9 +316,10 @@ class LLMJudge(BuiltinEnvironment):
         """Return the verdict in the first reply that has one. asked: how often the prompt has been asked before."""
 
         def request(unreadable: int) -> tuple[JudgeVerdict, str]:
-            attempt = asked + unreadable
-            again = {"seed": attempt, "temperature": max(AGAIN_TEMPERATURE, self._fields.get("temperature", 0.0))}
-            return self._readable(form, content, again if attempt and self._of_job else {}, deadline)
+            again: dict[str, Any] = {}
+            if self._of_job and (attempt := asked + unreadable):
+                again = {"seed": attempt, "temperature": max(AGAIN_TEMPERATURE, self._fields["temperature"])}
+            return self._readable(form, content, again, deadline)
 
         (verdict, reply), count = self._until(request, tries, deadline)
         return _Judged(verdict, count, content, reply)
@@ -436,9 +444,9 @@ class _OverlongError(NoReply):
         self._tokens, self._limit = tokens, limit
 
     def shortened(self, text: str, content: str) -> str:
-        """Return an answer without a part of its middle, so that the prompt with it may fit. content: the prompt that did not.
+        """Return an answer without a part of its middle, so that the prompt with it may fit; "" if there is no room for it.
 
-        The tokens are assumed to have the prompt's mean number of characters.
+        content: the prompt that did not fit. Its tokens are assumed to have equally many characters.
         """
         cut = math.ceil(1.1 * (self._tokens - self._limit) * len(content) / self._tokens) + len(LEFT_OUT)
         kept = max(0, len(text) - cut)

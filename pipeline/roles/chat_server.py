@@ -38,6 +38,7 @@ class ServedChat:
     decode: Callable[[Completion], str]
     """Return the text of a completion, up to its stop string."""
     max_model_len: int
+    vocabulary: int  # tokens, which limits top_k
     seed: int  # of the run
 
 
@@ -103,13 +104,16 @@ class ChatServer:
             return _refusal(401, "the key is wrong", "invalid_api_key")
         if (model := self._model) is None:
             return _refusal(503, "the judge is loading", "loading")
+        content = await http.read()
         try:
-            body = msgspec.json.decode(await http.read(), type=ChatBody)
+            body = msgspec.json.decode(content, type=ChatBody)
             tokens = model.encode([_plain(message) for message in body.messages])
         except msgspec.MsgspecError as error:
             return _refusal(400, str(error), "invalid_request_error")
         except Exception as error:  # of the chat template, which may refuse roles
             return _refusal(400, f"the chat template: {type(error).__name__}: {error}", "invalid_request_error")
+        if not len(tokens):
+            return _refusal(400, "the chat template makes an empty prompt of these messages", "invalid_request_error")
         most = body.max_completion_tokens or body.max_tokens
         if len(tokens) + (most or 1) > model.max_model_len:
             limit = model.max_model_len - (most or 1)
@@ -118,7 +122,7 @@ class ChatServer:
             )
             return _refusal(400, message, OVERLONG, tokens=len(tokens), limit=limit)
         self._number += 1
-        request = _request(str(self._number), body, tokens, most or model.max_model_len, model.seed)
+        request = _request(str(self._number), body, tokens, most or model.max_model_len, model)
         future = self._waiting[request.id] = self._loop.create_future()
         self._arrived.put(request)
         self._wakeup.set()
@@ -153,10 +157,11 @@ def _plain(message: dict[str, Any]) -> dict[str, str]:
     return {"role": message["role"], "content": content}
 
 
-def _request(name: str, body: ChatBody, tokens: np.ndarray, most: int, seed: int) -> Request:
+def _request(name: str, body: ChatBody, tokens: np.ndarray, most: int, model: ServedChat) -> Request:
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    sampling = Sampling(body.temperature, body.top_p, max(0, body.top_k), most, (), stop)
-    return Request(name, tokens, derived_seed(seed, body.seed, tokens.tobytes()), sampling)
+    top_k = min(max(0, body.top_k), model.vocabulary)
+    sampling = Sampling(body.temperature, body.top_p, top_k, most, (), stop)
+    return Request(name, tokens, derived_seed(model.seed, body.seed, tokens.tobytes()), sampling)
 
 
 def _refusal(status: int, message: str, code: str, **more: Any) -> web.Response:

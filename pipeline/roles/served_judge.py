@@ -72,8 +72,8 @@ class JudgeRole:
         if self._server:
             from pipeline.roles.chat_server import ServedChat  # as above
 
-            length = self._policy.generation.vllm_cfg.max_model_len
-            self._server.serve(ServedChat(chat.encode, functools.partial(_text, tokenizer), length, self._seed))
+            sizes = self._policy.generation.vllm_cfg.max_model_len, len(tokenizer)
+            self._server.serve(ServedChat(chat.encode, functools.partial(_text, tokenizer), *sizes, self._seed))
 
     def work(self, verb_waits: Callable[[], bool]) -> None:
         """Answer requests, or follow the engine's leader, until a verb arrives."""

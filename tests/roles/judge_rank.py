@@ -37,6 +37,7 @@ def replies(urls: list[str]) -> dict[str, Any]:
     found["another seed"] = [ask(urls, text, seed=1, **SAMPLED) for text in QUESTIONS]
     found["overlong"] = ask(urls, "word " * 200, max_tokens=100)
     found["stream"] = ask(urls, "?", stream=True)
+    found["empty stop"] = ask(urls, "?", stop="")
     found["picture"] = ask(urls, [{"type": "image_url"}])  # type: ignore[arg-type]
     found["wrong key"] = ask([url.replace("/v1", "x/v1") for url in urls], "?")
     return found

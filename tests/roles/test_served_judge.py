@@ -45,7 +45,9 @@ def test_ranks_serve_a_judge(tmp_path, keys, engines):
     served = {"model_name": str(judge), "max_num_seqs": 2, "precision": "float32"}
     served["vllm_cfg"] = {"max_model_len": LONGEST, "enforce_eager": True}
     served["vllm_kwargs"] = {"kv_cache_memory_bytes": 1 << 26}
-    path = write_recipe(tmp_path, judge=served, env={"math": {"kind": "llm_judge", "timeout_s": 60}})
+    path = write_recipe(
+        tmp_path, judge=served, env={"math": {"kind": "llm_judge", "timeout_s": 60, "kwargs": {"request": {"max_tokens": 8}}}}
+    )
     recipe = config.load(str(path), ["policy.precision=float32", "cluster.judge.ranks_per_node=2", *keys])
     found = run(tmp_path / "run", recipe)
     assert found["engines"] == engines
@@ -64,7 +66,7 @@ def test_ranks_serve_a_judge(tmp_path, keys, engines):
     assert found["sampled"][0]["choices"][0]["finish_reason"] == "length"
     refused = found["overlong"]["error"]
     assert (refused["code"], refused["limit"]) == (OVERLONG, LONGEST - 100)
-    for name, status in {"overlong": 400, "stream": 400, "picture": 400, "wrong key": 401}.items():
+    for name, status in {"overlong": 400, "stream": 400, "empty stop": 400, "picture": 400, "wrong key": 401}.items():
         assert found[name]["status"] == status, found[name]
 
 
@@ -73,15 +75,15 @@ def test_a_client_that_goes_ends_its_request():
     wakeup = threading.Event()
     server = ChatServer("127.0.0.1", "KEY", wakeup)
     url = f"http://{server.address}/v1/chat/completions"
-    body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 3, "stop": ["a", "b"], "top_k": -1}
+    body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 3, "stop": ["a", "b"], "top_k": 99}
     try:
         assert httpx.post(url, json=body).status_code == 503  # no model yet
-        server.serve(ServedChat(lambda messages: np.arange(4, dtype=np.int32), lambda completion: "text", 100, 0))
+        server.serve(ServedChat(lambda messages: np.arange(4, dtype=np.int32), lambda completion: "text", 100, 50, 0))
         with httpx.Client() as client, pytest.raises(httpx.ReadTimeout):
             client.post(url, json=body, timeout=0.3)
         assert wakeup.wait(10)
         (request,), gone = server.take()
-        assert request.sampling == Sampling(0.0, 1.0, 0, 3, (), ("a", "b"))
+        assert request.sampling == Sampling(0.0, 1.0, 50, 3, (), ("a", "b"))
         deadline = time.monotonic() + 30
         while not gone and time.monotonic() < deadline:
             gone = server.take()[1]
