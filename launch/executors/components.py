@@ -27,8 +27,8 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     them on import.
     """
     trainers = cuda_variables.for_train_ranks(recipe) if trains(recipe) else {}
-    variables = {"train": trainers, "generate": cuda_variables.for_engines(recipe.policy, recipe.cluster.generate)}
-    variables |= {"reward": trainers}
+    generators = cuda_variables.for_engines(recipe.policy, recipe.cluster.generate)
+    variables = {"train": trainers, "generate": generators, "reward": trainers}
     if serves_judge(recipe):
         variables["judge"] = cuda_variables.for_engines(served_judge_policy(recipe), recipe.cluster.judge)
     options = recipe.cluster.sbatch_options

@@ -58,6 +58,11 @@ def test_slurm_gives_it_a_component_and_its_container(load, tmp_path):
     script = batch_script(tmp_path, "a", recipe.cluster, parts)
     assert script.count("#SBATCH hetjob") == 2 and "HETSTEP_RANK=$((2 + SLURM_PROCID))" in script
     assert re.search(r"srun .*--het-group=2 .*--container-image=\S*judge.sqsh", script)
+    shared = load("policy.generation.colocated.enabled=true")  # train and generate ranks
+    script = batch_script(tmp_path, "a", shared.cluster, components(shared))
+    steps = re.findall(r"srun .*(--het-group=\d)( --overlap)?", script)
+    assert script.count("#SBATCH hetjob") == 1 and [group for group, _ in steps] == ["--het-group=0"] * 2 + ["--het-group=1"]
+    assert steps[0][1] and steps[1][1]
     needed = {str(path.path) for path in container_images._needs(recipe, "judge", [])}
     assert str(tmp_path / "judge") in needed and str(tmp_path / "model") not in needed
 
