@@ -184,11 +184,6 @@ class World:
         names = self.store.multi_get([f"here/{rank}" for rank in range(self.size)])
         return {rank: name.decode() for rank, name in enumerate(names)}
 
-    def address(self) -> str:
-        """Return the IP address at which the other ranks reach this one. Call it after `join`."""
-        this_address, shared = self.store.addresses()[0], self.store.get(ADDRESS).decode()
-        return shared if network_interface.is_loopback(this_address) or network_interface.is_loopback(shared) else this_address
-
     def describe(self, rank: int) -> str:
         """Return a rank's name for messages, such as `rank 3 (generate)`."""
         return f"rank {rank} ({self.workers.name(rank)})"
@@ -399,7 +394,13 @@ def _choose_interface(world: World) -> None:
         address = (reached_address or this_address) if uses_loopback else this_address
         world.store.set(ADDRESS, network_interface.LOOPBACK if is_one_node else address)
     if not set_by_user:
-        network_interface.use_interface_of(world.address())
+        network_interface.use_interface_of(own_address(world.store))
+
+
+def own_address(store: RunStore) -> str:
+    """Return the IP address at which the other ranks reach this one. Call it after `join`."""
+    this_address, shared = store.addresses()[0], store.get(ADDRESS).decode()
+    return shared if network_interface.is_loopback(this_address) or network_interface.is_loopback(shared) else this_address
 
 
 def _connect_to_rank_0(world: World, authenticator: GlooAuthenticator) -> None:

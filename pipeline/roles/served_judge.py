@@ -20,7 +20,7 @@ from pipeline.data.judge_chat import JudgeChat
 from pipeline.data.stop_strings import text_before_stop
 from pipeline.environments.environment import ServedJudge
 from pipeline.generate.generate_backend import GenerateBackend
-from pipeline.job.world import World
+from pipeline.job.world import World, own_address
 from pipeline.rollout.lockstep import STEP, VERB, Lockstep, Move, apply_move, working
 from pipeline.rpc import verb
 from pipeline.train.saved_weights import model_weights
@@ -49,7 +49,7 @@ class JudgeRole:
         if self._place[1] == 0:
             from pipeline.roles.chat_server import ChatServer  # imports aiohttp, which train ranks may lack
 
-            self._server = ChatServer(world.address(), world.store.code(b"judge", b"").hex(), self.wakeup)
+            self._server = ChatServer(own_address(world.store), world.store.code(b"judge", b"").hex(), self.wakeup)
             world.store.set(_name(world.workers.judge_engines.index(engine)), self._server.address)
 
     @verb("setup")
