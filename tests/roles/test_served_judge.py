@@ -62,7 +62,8 @@ def test_ranks_serve_a_judge(tmp_path, keys, engines):
         assert reply["usage"]["prompt_tokens"] == tokens.shape[1]
     sampled = [text_of(reply) for reply in found["sampled"]]
     assert [text_of(reply) for reply in found["alone"]] == sampled[:2]  # on any engine, beside any other requests
-    assert len({*sampled, *map(text_of, found["another seed"])}) == 16
+    others = map(text_of, found["another seed"])
+    assert sum(one != other for one, other in zip(sampled, others, strict=True)) >= 6  # of 8; both may end at once
     assert found["sampled"][0]["choices"][0]["finish_reason"] == "length"
     refused = found["overlong"]["error"]
     assert (refused["code"], refused["limit"]) == (OVERLONG, LONGEST - 100)
