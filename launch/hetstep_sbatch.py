@@ -22,7 +22,8 @@ from pipeline import config
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-COMPONENTS = ("train", "generate", "reward")
+COMPONENTS = ("train", "generate", "reward", "judge")
+OPTIONAL = ("cluster.reward.", "cluster.judge.")  # of components that most runs lack
 NO_EFFECT = {
     "COMMAND": "not used; the command line names the recipe that runs: recipe=NAME key=value ...",
     "SETUP_COMMAND": "not used; no command runs in the containers before the ranks. Put the setup into the images",
@@ -67,7 +68,7 @@ def translated(environment: Mapping[str, str], arguments: list[str], shares_node
             name = f"cluster.{component}.{key}"
             if not any(name == key or name.startswith(f"{key}.") for key in given):
                 overrides.append(f"{name}={value}")
-    lines += [f"{override}, from the environment, as in ray.sub" for override in overrides if ".reward." not in override]
+    lines += [f"{override}, from the environment, as in ray.sub" for override in overrides if not override.startswith(OPTIONAL)]
     lines += [f"{name}: {why}" for name, why in NO_EFFECT.items() if environment.get(name)]
     return overrides, lines
 

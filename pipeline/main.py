@@ -40,7 +40,7 @@ from pipeline.recipe import user_code
 from pipeline.refit.broadcast import BroadcastRefit
 from pipeline.refit.planned import PlannedRefit
 from pipeline.refit.protocol import Refit
-from pipeline.roles import GenerateRole, RewardRole, TrainRole
+from pipeline.roles import GenerateRole, JudgeRole, RewardRole, TrainRole
 from pipeline.rpc import RpcClient, RpcGroup
 from pipeline.seams import job_events
 from pipeline.steering.live_changes import Steering
@@ -76,7 +76,7 @@ def main(run_dir: Path) -> None:
             role = _role(recipe, world)
             if sampler:
                 watchdog.sample = lambda: sampler.encoded
-                if isinstance(role, GenerateRole):
+                if isinstance(role, GenerateRole | JudgeRole):
                     sampler.add(role.readings)
             if client:
                 job_events.emit(lambda observer: observer.started(run_dir))
@@ -101,13 +101,15 @@ def main(run_dir: Path) -> None:
     leave(world, timeouts.silence)
 
 
-def _role(recipe: Recipe, world: World) -> TrainRole | GenerateRole | RewardRole:
+def _role(recipe: Recipe, world: World) -> TrainRole | GenerateRole | RewardRole | JudgeRole:
     refit = _refit(recipe, world) if config.generates(recipe) and config.trains(recipe) else None
     seed = config.section(recipe).seed
     if world.component == "train":
         return TrainRole(recipe, seed, world, algorithms.build(recipe), refit)
     if world.component == "reward":
         return RewardRole(recipe, seed, world)
+    if world.component == "judge":
+        return JudgeRole(recipe, seed, world)
     return GenerateRole(recipe, seed, world, refit)
 
 
@@ -140,7 +142,9 @@ def _coordinate(
     generate = RpcGroup(client, world, workers.generate, GenerateRole, timeouts)
     reward = RpcGroup(client, world, workers.reward, RewardRole, timeouts)
     shared = workers.colocated
+    served_judge = RpcGroup(client, world, workers.judge, JudgeRole, timeouts)
     engines_up, judges_up = generate.call(GenerateRole.setup), reward.call(RewardRole.setup)
+    served_judge_up = served_judge.call(JudgeRole.setup)
     if shared:  # vLLM measures free memory as it starts, so nothing else may allocate or free
         engines_up.result()
         generate.call(GenerateRole.sleep, False).result()
@@ -150,6 +154,7 @@ def _coordinate(
         _refuse_too_few(recipe, stream, checkpoints)
     data_ranks = train.call(TrainRole.setup).result()
     engines_up.result()
+    served_judge_up.result()
     judges, refits = judges_up.result(), None
     if config.generates(recipe):
         refits = RefitCoordinator(recipe, workers, train, generate, role.shapes, world.nodes())

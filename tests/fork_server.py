@@ -35,6 +35,7 @@ IMPORTED = (
     "tests.generate.engine_rank",
     "tests.nccl.ranks",
     "tests.refit.ranks",
+    "tests.roles.judge_rank",
     "tests.roles.reward_rank",
     "tests.rollout.ranks",
     "tests.train.adapters",

@@ -119,7 +119,7 @@ def test_help_explains_a_section_and_a_key(capsys):
 def test_help_of_an_environments_kwargs_is_by_kind(capsys):
     assert submit.main(["help=env.math.kwargs"]) == 0
     _, _, judge = capsys.readouterr().out.partition("kind: llm_judge\n")
-    assert judge.startswith("env.NAME.kwargs.url: string; required\n")
+    assert judge.startswith("env.NAME.kwargs.url: string or null; default null\n")
 
 
 def test_help_of_kwargs_with_a_recipe_is_of_the_kind_that_it_uses(capsys, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from pipeline.data.file_formats import FileFormat
 from pipeline.data.file_tokenizer import read_tokenizer
 from pipeline.data.text_records import TextRecords
 from pipeline.encryption.key import obtain
-from pipeline.evaluation.judge_prompts import JudgePrompt
+from pipeline.environments.judge_prompts import JudgePrompt
 from pipeline.files.digests import sha256
 from pipeline.models.weight_files import file_fault
 from pipeline.recipe import user_files

@@ -26,7 +26,7 @@ from pipeline.files.small_files import LONGEST, Count, Moment
 from pipeline.observe.spans import CATEGORIES, WAITING, Merger, Span, span
 from pipeline.recipe import user_files
 
-REALMS = ("train", "generate", "reward")
+REALMS = ("train", "generate", "reward", "judge")
 BLOCK = 1 << 16
 
 
@@ -108,7 +108,7 @@ class _StepEvent(msgspec.Struct, tag_field="ph", tag="i"):
 
 class _About(msgspec.Struct):
     rank: Count
-    realm: Literal["train", "generate", "reward"]
+    realm: Literal["train", "generate", "reward", "judge"]
     engine: Count | None
     node: str
     began: Moment

@@ -13,6 +13,8 @@ from pipeline.config import (
     colocated,
     components_on_train_nodes,
     determinism,
+    served_judge_policy,
+    serves_judge,
     trains,
 )
 from pipeline.node import python_path
@@ -25,7 +27,10 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     them on import.
     """
     trainers = cuda_variables.for_train_ranks(recipe) if trains(recipe) else {}
-    variables = {"train": trainers, "generate": cuda_variables.for_generate_ranks(recipe), "reward": trainers}
+    generators = cuda_variables.for_engines(recipe.policy, recipe.cluster.generate)
+    variables = {"train": trainers, "generate": generators, "reward": trainers}
+    if serves_judge(recipe):
+        variables["judge"] = cuda_variables.for_engines(served_judge_policy(recipe), recipe.cluster.judge)
     options = recipe.cluster.sbatch_options
     parts = {
         name: replace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.config import Recipe, hardware, uses_megatron
+from pipeline.config import ComponentConfig, PolicyConfig, Recipe, hardware, uses_megatron
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 EXACT_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
@@ -15,16 +15,16 @@ def for_train_ranks(recipe: Recipe) -> dict[str, str]:
     return {CONNECTIONS: "1"} if recipe.cluster.train.gpus_per_node and _relies_on_the_order_of_kernels(recipe) else {}
 
 
-def for_generate_ranks(recipe: Recipe) -> dict[str, str]:
-    """Return the variables of generate ranks. The recipe's own variables override them.
+def for_engines(model: PolicyConfig, component: ComponentConfig) -> dict[str, str]:
+    """Return the variables of the ranks of engines that serve a model. The recipe's own variables override them.
 
     In float32, vLLM computes attention and experts with Triton kernels that set no precision of their matrix products. Triton's
     default is TF32, which has 10 bits: log-probs would differ by 1e-3 from those of the train ranks, which compute in float32.
     vLLM multiplies other matrices in float32 (VLLM_FLOAT32_MATMUL_PRECISION). The value of this variable is part of the cache
     key of compiled kernels (triton, include/triton/Tools/Sys/GetEnv.hpp).
     """
-    exact = recipe.policy.precision == "float32" and recipe.policy.generation.backend == "vllm"
-    return EXACT_FLOAT32 if exact and recipe.cluster.generate.gpus_per_node else {}
+    exact = model.precision == "float32" and model.generation.backend == "vllm"
+    return EXACT_FLOAT32 if exact and component.gpus_per_node else {}
 
 
 def _relies_on_the_order_of_kernels(recipe: Recipe) -> bool:

@@ -122,9 +122,11 @@ def attempt_text(
 
 def _places(components: dict[str, ComponentConfig]) -> list[str]:
     """Return the srun options that select each component's nodes in a job of our own."""
-    if len(nodes.hosts(components)) > 1:
-        return [f"--het-group={k}" for k in range(len(components))]
-    return [overlap(components)] * len(components)
+    groups = nodes.groups(components)
+    if len(groups) == 1:
+        return [overlap(components)] * len(components)
+    shared = overlap(components)
+    return [f"--het-group={k} {shared}".strip() for k, names in enumerate(groups) for _ in names]
 
 
 def overlap(components: dict[str, ComponentConfig]) -> str:

@@ -54,6 +54,7 @@ def _lineage(run: RunFolder, step: int) -> Iterator[str]:
         "recipe": run.name,
         "steps": steps,
         "teacher": ", ".join(_teachers(run)),
+        "judge": _short_name(str(run.value("judge.model_name"))) if "judge" in run.components else "",
         "precision": str(run.value("policy.precision", "")),
         "hardware": run.layout,
         "submitted": submission.get("time", ""),

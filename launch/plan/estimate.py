@@ -56,6 +56,7 @@ class Plan:
     train: TrainMemory
     generate: GenerateMemory | None  # None: an algorithm that does not sample
     reward: TrainMemory | None  # None: the reward model has no ranks of its own
+    judge: GenerateMemory | None  # None: no generative judge has ranks of its own
     measured: MeasuredRun | None
     refit: RefitEstimate | None = None  # None: an algorithm that does not sample
     phases: Sequence[Phase] = ()  # phases of a step, calibrated; empty without GPUs, or without room for a KV cache
@@ -224,6 +225,8 @@ class Plan:
             yield Problem(key, "out-of-memory", message)
         if self.generate:
             yield from memory_generate.weights_problems(self.recipe, self.generate)
+        if self.judge:
+            yield from map(memory.named_of_judge, memory_generate.weights_problems(memory.of_judge(self.recipe), self.judge))
 
     def warnings(self) -> Iterator[str]:
         """Yield a warning for each rank whose estimated memory exceeds its GPU; none if there are problems."""
@@ -239,6 +242,10 @@ class Plan:
         if self.reward and _exceeds(cluster.reward, self.reward.total):
             more = "Try a larger cluster.reward.nodes or cluster.reward.gpus_per_node"
             yield f"a reward rank may need {_of_gpu(self.reward.total, cluster.reward)}. {more}"
+        if self.judge and cluster.judge.gpus_per_node and self.judge.sequences < 1:
+            yield memory.text_of_judge(memory_generate.small_cache(memory.of_judge(self.recipe), self.judge))
+        elif self.judge and _exceeds(cluster.judge, self.judge.total):
+            yield f"a judge rank may need {_of_gpu(self.judge.total, cluster.judge)}"
         for turn in self.turns:
             if _exceeds(cluster.train, turn.total):
                 yield (
@@ -306,16 +313,17 @@ def plan(
 def _memories(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> dict[str, Any]:
     """Return the fields of a plan with the memory of the fullest rank of each component."""
     generate = memory_generate.generate(recipe, shapes["policy"]) if generates(recipe) else None
-    return {"train": memory.train(recipe, shapes), "generate": generate, "reward": memory.reward(recipe, shapes)}
+    others = {"reward": memory.reward(recipe, shapes), "judge": memory.judge(recipe, shapes)}
+    return {"train": memory.train(recipe, shapes), "generate": generate, **others}
 
 
 def model_configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, Mapping[str, Any]]:
-    """Return section -> config.json of its model, for all models of the train ranks. Raises RecipeError.
+    """Return section -> config.json of its model, for all models of the train ranks and the judge. Raises RecipeError.
 
     For a model that a needed recipe has not written yet, it is the config.json of the model that the needed recipe starts from.
     """
     configs = {}
-    for name, policy in config.models(recipe).items():
+    for name, policy in (config.models(recipe) | config.served_models(recipe)).items():
         key = f"{name}.model_name"
         model = planning_config(policy, list(pending), key)
         if model is None:

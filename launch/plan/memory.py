@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from launch.plan import memory_generate
 from launch.plan.memory_parts import (
     RUNTIME,
+    GenerateMemory,
     Parts,
     RankBatches,
     TrainMemory,
@@ -33,10 +35,15 @@ from launch.plan.rank_memory import RankMemory, of_stages
 from launch.preflight.tried_optimizers import optimizers
 from pipeline.config import (
     PRECISIONS,
+    Problem,
     Recipe,
+    RecipeError,
+    collected,
     generates,
     reward_environment,
     reward_model_policy,
+    served_judge_policy,
+    serves_judge,
     serves_rewards,
     uses_megatron,
 )
@@ -71,6 +78,34 @@ def reward(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory | No
     model = TrainModel(policy, shapes[f"env.{reward_environment(recipe)}"], values=True, trained=False)
     peak_memory = peak([model], layout, cuda, rank_batches(recipe, layout.data))
     return replace(peak_memory, parts=add_parts(peak_memory.parts, {"runtime": RUNTIME} if cuda else {}), shapes=shapes)
+
+
+def judge(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> GenerateMemory | None:
+    """Return the memory of the fullest judge rank; None if no generative judge has ranks of its own."""
+    if not serves_judge(recipe):
+        return None
+    problems: list[Problem] = []
+    with collected(problems):
+        return memory_generate.generate(of_judge(recipe), shapes["judge"])
+    raise RecipeError(*map(named_of_judge, problems))
+
+
+def of_judge(recipe: Recipe) -> Recipe:
+    """Return a recipe whose engines are those of the judge. It evaluates, as they get no refit."""
+    cluster = replace(recipe.cluster, generate=recipe.cluster.judge)
+    return replace(recipe, algorithm="evaluate", policy=served_judge_policy(recipe), cluster=cluster)
+
+
+def named_of_judge(problem: Problem) -> Problem:
+    """Return a problem of `of_judge` with the keys of the recipe itself."""
+    return Problem(problem.key.replace("policy.generation.", "judge."), problem.code, text_of_judge(problem.message))
+
+
+def text_of_judge(text: str) -> str:
+    """Return a text about generate ranks as one about judge ranks."""
+    for ours, its in (("policy.generation.", "judge."), ("cluster.generate", "cluster.judge"), ("a generate", "a judge")):
+        text = text.replace(ours, its)
+    return text
 
 
 def peak(models: Sequence[TrainModel], layout: Parallelism, cuda: bool, of_rank: RankBatches) -> TrainMemory:

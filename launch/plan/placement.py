@@ -46,7 +46,9 @@ def place_on_gpus(loaded: Loaded) -> Loaded:
         _, choice = backend_choice.choose(loaded.recipe)
     except RecipeError:  # `prepare` reports it
         return loaded
-    without = {name: replace(getattr(loaded.recipe.cluster, name), sbatch_options={}) for name in ("generate", "reward")}
+    without = {
+        name: replace(getattr(loaded.recipe.cluster, name), sbatch_options={}) for name in ("generate", "reward", "judge")
+    }
     # A local run has no Slurm options.
     without_slurm = replace(loaded.recipe, cluster=replace(loaded.recipe.cluster, **without))
     available, refused = f"{plural(len(devices), 'GPU')} according to {source}", ""
@@ -116,20 +118,23 @@ def differing(recipe: Recipe, changes: Changes) -> Changes:
 def _candidates(recipe: Recipe, available: int) -> Iterator[Changes]:
     parts = components(recipe)
     per_node = {name: ranks_per_node(part) for name, part in parts.items()}
+    shared = [name for name in ("train", "generate") if name in parts]
     if any(map(shares_gpus, parts.values())):
-        per_node = dict.fromkeys(per_node, max(per_node.values()))
+        per_node |= dict.fromkeys(shared, max(per_node[name] for name in shared))
     owners = [name for name, part in parts.items() if not shares_gpus(part)]
     if sum(parts[name].nodes * per_node[name] for name in owners) <= available:
         yield {f"cluster.{name}.gpus_per_node": count for name, count in per_node.items()}
-    shared = [name for name in ("train", "generate") if name in parts]
     sharing = colocation(recipe) if len(shared) > 1 else {}
+    if "judge" in parts:
+        sharing |= {"cluster.judge.gpus_per_node": per_node["judge"]}
+        available -= parts["judge"].nodes * per_node["judge"]
     for count in range(min(available, *(ranks(parts[name]) for name in shared)), 0, -1):
         sizes = {"nodes": 1, "ranks_per_node": count, "gpus_per_node": count}
         yield {**sharing, **{f"cluster.{name}.{key}": size for name in shared for key, size in sizes.items()}}
 
 
 def colocation(recipe: Recipe) -> Changes:
-    """Return the changes with which train and generate ranks use the same GPUs in turn."""
+    """Return the changes with which train and generate ranks use the same GPUs in turn, and no reward model has its own."""
     changes: Changes = {"policy.generation.colocated.enabled": True, "cluster.share_nodes": False}
     changes |= {f"cluster.generate.{key}": getattr(recipe.cluster.train, key) for key in SHARED}
     if config.serves_rewards(recipe):

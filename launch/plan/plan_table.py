@@ -98,7 +98,7 @@ def engines_text(recipe: Recipe) -> str:
 
 
 def _models(plan: Plan) -> Iterator[Line]:
-    for name, policy in config.models(plan.recipe).items():
+    for name, policy in (config.models(plan.recipe) | config.served_models(plan.recipe)).items():
         shape, label = plan.shapes[name], name.replace("on_policy_distillation.teachers.", "teacher ")
         layers = f"{plural(shape.layers, 'layer')}, hidden size {shape.hidden:,}, vocabulary {shape.vocabulary:,}"
         experts = f", {shape.experts} experts, {shape.experts_per_token} per token" if shape.experts else ""
@@ -108,7 +108,7 @@ def _models(plan: Plan) -> Iterator[Line]:
 
 
 def _memory(plan: Plan) -> Iterator[Line]:
-    memories = {"train": plan.train, "generate": plan.generate, "reward": plan.reward}
+    memories = {"train": plan.train, "generate": plan.generate, "reward": plan.reward, "judge": plan.judge}
     parts_of = {component: memory.parts for component, memory in memories.items() if memory}
     yield from memory_rows(plan.recipe, parts_of)
     yield "train", f"fullest in {plan.train.phase}; {size(plan.host)} of host memory a rank"
@@ -117,6 +117,12 @@ def _memory(plan: Plan) -> Iterator[Line]:
         yield "taking turns", f"a GPU holds in {', '.join(turns)}"
     if plan.generate:
         yield "generate", _cache(plan, plan.generate)
+    if plan.judge:
+        tokens, longest = max(0.0, plan.judge.tokens), plan.recipe.judge.vllm_cfg.max_model_len
+        held = (
+            f"an engine's KV cache holds {tokens:,.0f} tokens: {max(0.0, plan.judge.sequences):,.0f} sequences of {longest:,}"
+        )
+        yield "judge", f"{held}. Durations do not count its replies"
 
 
 def memory_rows(recipe: Recipe, parts_of: Mapping[str, Mapping[str, float]]) -> Iterator[Line]:
@@ -264,6 +270,7 @@ def _cells(mode: Mode) -> list[str]:
     if not config.colocated(plan.recipe):
         parts += [cluster.generate, *([cluster.reward] if config.serves_rewards(plan.recipe) else [])]
         waits = [f"{idle / plan.step:.0%}" for idle in (plan.step_time.train, plan.step_time.generate)]
+    parts += [cluster.judge] * config.serves_judge(plan.recipe)
     nodes = f"{' + '.join(str(getattr(part, key)) for part in parts)}{' GPUs' if cluster.share_nodes else ''}"
     return [nodes, str(plan.gpus), seconds(plan.step), f"{mode.cost:,.0f}", *waits]
 

@@ -17,6 +17,7 @@ from launch.recipes.model_files import is_inside, model_folder, planning_config
 from pipeline import config, models
 from pipeline.algorithms import build
 from pipeline.config import (
+    ComponentConfig,
     LoRAConfig,
     PolicyConfig,
     Problem,
@@ -86,11 +87,11 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Pr
         if not section_problems:  # else further checks would use wrong values
             yield from _against_layout(recipe, section, policy, pending)
     for section, policy in config.served_models(recipe).items():
-        yield from _served_problems(f"{section}.model_name", policy, pending)
+        yield from _served_problems(recipe, f"{section}.model_name", policy, pending)
 
 
-def _served_problems(key: str, policy: PolicyConfig, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
-    """Yield problems of a judge or a reward model that an evaluation serves."""
+def _served_problems(recipe: Recipe, key: str, policy: PolicyConfig, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
+    """Yield problems of a judge or a reward model that engines serve beside the policy."""
     model_problems: list[Problem] = []
     if not is_inside(policy.model_name, pending):
         with collected(model_problems):
@@ -100,8 +101,10 @@ def _served_problems(key: str, policy: PolicyConfig, pending: Sequence[os.PathLi
                 model_problems += _check_quantization(key, policy.model_name, model)
             if model and key == "evaluate.reward_model.model_name":
                 model_problems += _check_classifier(key, policy.model_name, model)
-            if model and key == "evaluate.judge.model_name":
+            if model and key.endswith("judge.model_name"):
                 model_problems += _check_served_precision(policy, model)
+            if model and key == "judge.model_name":
+                model_problems += _check_served_judge(recipe, policy, model)
     yield from model_problems
 
 
@@ -216,8 +219,9 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
         yield from _check_generator(key, policy.model_name, model)
         yield from _check_served_precision(policy, model)
     if samples and model.get("num_attention_heads"):
-        yield from _check_engine(policy.generation.vllm_cfg, model)
-        yield from _check_sampled_length(recipe, model)
+        yield from _check_engine("policy.generation.vllm_cfg", policy.generation.vllm_cfg, "the model's", model)
+        if policy.max_total_sequence_length <= _longest(model):  # _check_attention reports the other case
+            yield from _check_sampled_length("policy", policy, recipe.cluster.generate, model)
     if uses_megatron(policy):  # may raise RecipeError
         yield from _check_megatron(key, policy, model, served, is_described(recipe))
     elif is_described(recipe):
@@ -341,29 +345,42 @@ def _longest(model: dict[str, Any]) -> int:
     return max(model.get("max_position_embeddings") or 0, stretched)
 
 
-def _check_sampled_length(recipe: Recipe, model: dict[str, Any]) -> Iterator[Problem]:
+def _check_served_judge(recipe: Recipe, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
+    """Check the judge of cluster.judge as its engine does."""
+    yield from _check_deterministic(recipe, policy, model)
+    if policy.generation.backend == "vllm":
+        yield from _check_generator("judge.model_name", policy.model_name, model)
+    if model.get("num_attention_heads"):
+        yield from _check_engine("judge.vllm_cfg", policy.generation.vllm_cfg, _owner("judge"), model)
+        yield from _check_sampled_length("judge", policy, recipe.cluster.judge, model)
+
+
+def _check_sampled_length(
+    section: str, policy: PolicyConfig, component: ComponentConfig, model: dict[str, Any]
+) -> Iterator[Problem]:
     """Check max_model_len as vLLM does (vllm/config/model.py, _get_and_verify_max_len).
 
     vLLM assumes that max_position_embeddings includes YaRN's factor, and multiplies it by other factors.
     """
-    generation = recipe.policy.generation
-    environment = {**os.environ, **recipe.cluster.generate.env_vars}
+    generation = policy.generation
+    environment = {**os.environ, **component.env_vars}
     is_unlimited = environment.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").strip().lower() in ("1", "true")
-    if generation.backend != "vllm" or is_unlimited or recipe.policy.max_total_sequence_length > _longest(model):
-        return  # _check_attention reports the last case
+    if generation.backend != "vllm" or is_unlimited:
+        return
     kind, rope = _rope(model)
     stretch = 1 if kind in SCALED_ROPE_TYPES else rope.get("factor") or 1
     limit = int(stretch * (model.get("model_max_length") or model.get("max_position_embeddings") or 0))
     if limit and generation.vllm_cfg.max_model_len > limit:
         message = f"got {generation.vllm_cfg.max_model_len}; expected at most {limit}, the model's context length in vLLM"
-        hint = "Try policy.hf_config_overrides.max_position_embeddings for a longer context"
-        yield Problem("policy.generation.vllm_cfg.max_model_len", "too-large", f"{message}. {hint}")
+        hint = f"Try {section}.hf_config_overrides.max_position_embeddings for a longer context"
+        key = "policy.generation.vllm_cfg.max_model_len" if section == "policy" else f"{section}.vllm_cfg.max_model_len"
+        yield Problem(key, "too-large", f"{message}. {hint}")
 
 
-def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> Iterator[Problem]:
-    key, heads = "policy.generation.vllm_cfg", model["num_attention_heads"]
+def _check_engine(key: str, vllm: VLLMConfig, owner: str, model: dict[str, Any]) -> Iterator[Problem]:
+    heads = model["num_attention_heads"]
     kv_heads = model.get("num_key_value_heads") or heads
-    yield from _check_heads(f"{key}.tensor_parallel_size", vllm.tensor_parallel_size, "the model's", heads, kv_heads)
+    yield from _check_heads(f"{key}.tensor_parallel_size", vllm.tensor_parallel_size, owner, heads, kv_heads)
     experts: int = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0
     size = vllm.expert_parallel_size
     if size > 1 and not experts:

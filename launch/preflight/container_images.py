@@ -205,6 +205,14 @@ def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike]) -> Iterato
     yield RequiredPath("the run folder", Path(recipe.run_dir).absolute(), written=True)
     yield RequiredPath("the code", ROOT.resolve())
     rewarded = config.reward_environment(recipe)
+    if name == "judge":
+        judge = config.served_judge_policy(recipe)
+        yield from _model_paths("the model of judge.model_name", "judge.model_name", judge.model_name, pending)
+        yield from _model_paths("the tokenizer of judge.tokenizer.name", "judge.tokenizer.name", judge.tokenizer.name, pending)
+        for key, path in model_readings.template_files(recipe).items():
+            if key.startswith("judge."):
+                yield RequiredPath(f"the chat template of {key}", path)
+        return
     for section, policy in config.models(recipe).items():
         if _holds(recipe, name, section, rewarded):
             yield from _model_paths(f"the model of {section}.model_name", f"{section}.model_name", policy.model_name, pending)

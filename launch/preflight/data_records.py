@@ -17,6 +17,7 @@ from launch.preflight import bounded, data_files
 from launch.preflight.data_files import FirstRecords, Record
 from launch.terminal.units import plural
 from pipeline.config import GENERATED_DATASETS, DatasetConfig, Problem, Recipe, RecipeError, answer_check, generates
+from pipeline.config.environments import Environments, judging_scorers
 from pipeline.data.chat import Encoder, unknown_token
 from pipeline.data.columns import column, column_names, guess_columns, judged_by_answer, recognize_columns
 from pipeline.data.file_tokenizer import FileTokenizer
@@ -32,13 +33,27 @@ Numbered = list[tuple[int, Record]]
 
 @dataclass(frozen=True)
 class Fields:
-    """Fields of a user's reward function. An environment that is a class has none."""
+    """Fields of a user's reward function or of a judge's prompt. An environment that is a class has none."""
 
     key: str  # that names the function, such as env.NAME.kind
-    path: str  # of the function
+    path: str  # of the function, or a name for the prompt
     required: Sequence[str]  # that it needs from a record
     kwargs_key: str
     kwargs: Sequence[str] = ()  # that kwargs give, in place of columns of the same names
+    advice: str = "a default for it, or a value in the environment's kwargs"  # for one that no record has
+
+
+def of_judges(environments: Environments, name: str | None) -> list[Fields]:
+    """Return the columns that prompts of judges contain, for the environment `name`."""
+    found = []
+    for scorer in judging_scorers(environments, name):
+        columns, reference = scorer.kwargs.get("columns"), scorer.kwargs.get("reference")
+        if scorer.kind == "llm_judge" and (columns or reference):
+            key, required = f"{scorer.kwargs_key}.{'columns' if columns else 'reference'}", [*(columns or []), reference]
+            found.append(
+                Fields(key, "the judge's prompt", [*filter(None, required)], scorer.kwargs_key, advice="another column")
+            )
+    return found
 
 
 @dataclass(frozen=True)
@@ -217,8 +232,7 @@ def _absent_columns(
     for one in fields:
         if absent := [field for field in one.required if field not in names]:
             answer = guess_columns(["output_key"], list(columns), judged=True)["output_key"]
-            hint = "a default for it, or a value in the environment's kwargs"
-            hint = f"{key}.output_key={answer}" if absent[0] in ("expected", GROUND_TRUTH) else hint
+            hint = f"{key}.output_key={answer}" if absent[0] in ("expected", GROUND_TRUTH) else one.advice
             near = difflib.get_close_matches(absent[0], columns, 1)
             hint += f". Did you mean {near[0]}?" if near else ""
             message = f"{one.path} needs {absent[0]}, but the records of {key} have: {', '.join(columns)}. Try {hint}"

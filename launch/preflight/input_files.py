@@ -67,7 +67,8 @@ def problems(
     tokenizer = yield from model_tokenizers.problems(recipe, pending, notes)
     yield from model_tokenizers.teacher_problems(recipe, tokenizer, pending)
     for key, dataset in config.keyed_sets(recipe.data).items() if trains else ():
-        yield from _check_dataset(recipe, key, dataset, tokenizer, notes, (fields or {}).get(dataset.env_name or "", ()), trust)
+        read = *(fields or {}).get(dataset.env_name or "", ()), *data_records.of_judges(recipe.env, dataset.env_name)
+        yield from _check_dataset(recipe, key, dataset, tokenizer, notes, read, trust)
 
 
 def _check_dataset(

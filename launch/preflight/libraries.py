@@ -26,6 +26,7 @@ from pipeline.config import (
     Recipe,
     aliases,
     generates,
+    serves_judge,
     trains,
     uses_megatron,
 )
@@ -100,7 +101,9 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield problems of the options for vLLM, Megatron-Core and torch."""
     policy = recipe.policy
     if generates(recipe) and policy.generation.backend == "vllm":
-        yield from _engine(policy.generation.vllm_kwargs)
+        yield from _engine(VLLM_KWARGS, policy.generation.vllm_kwargs)
+        if serves_judge(recipe):
+            yield from _engine("judge.vllm_kwargs", recipe.judge.vllm_kwargs)
     yield from installed.problems(recipe)
     if not trains(recipe):
         return
@@ -149,15 +152,18 @@ def _forbidden(key: str, names: Iterable[str], reasons: Mapping[str, str]) -> It
 # ---- vLLM ---------------------------------------------------------------------------------------------------------------
 
 
-def _engine(arguments: Mapping[str, Any]) -> Iterator[Problem]:
-    yield from _forbidden(VLLM_KWARGS, arguments, FIXED | {name: f"{key} sets this" for name, key in SET_BY_KEYS.items()})
+def _engine(section: str, arguments: Mapping[str, Any]) -> Iterator[Problem]:
+    own = section.removesuffix(".vllm_kwargs")
+    keys = {name: key.replace(ENGINE, own) for name, key in SET_BY_KEYS.items()}
+    keys |= {name: key.replace("policy.", f"{own}.") for name, key in keys.items() if own == "judge"}
+    yield from _forbidden(section, arguments, FIXED | {name: f"{key} sets this" for name, key in keys.items()})
     if not arguments or (known := _known_parameters("vllm.engine.arg_utils.EngineArgs")) is None:
         return
-    yield from _unknown(VLLM_KWARGS, arguments, known, "the installed vLLM")
+    yield from _unknown(section, arguments, known, "the installed vLLM")
     for name in arguments:
         if name in known and not _fits(str(known[name].annotation), arguments[name]):
             message = f"got {arguments[name]!r}; expected vLLM's type {known[name].annotation}"
-            yield Problem(f"{VLLM_KWARGS}.{name}", "wrong-type", message)
+            yield Problem(f"{section}.{name}", "wrong-type", message)
 
 
 def _known_parameters(dotted: str) -> Mapping[str, Parameter] | None:

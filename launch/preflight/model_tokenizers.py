@@ -73,7 +73,10 @@ def _check(
         reading = model_readings.read(section, model, pending)
     yield from tokenizer_problems
     wants = "" if tokenizer_problems else _renders(recipe, section)
-    if wants and not template:
+    if wants and not template and section == "judge":
+        message = f"got null, and the tokenizer in {folder} has none; expected a chat template, with which the judge is asked"
+        yield Problem(wants, "missing-value", message)
+    elif wants and not template:
         message = (
             f"got true, but the tokenizer in {folder} has no chat template. Try {key}.chat_template, or false for bare text"
         )
@@ -85,6 +88,8 @@ def _check(
 
 def _renders(recipe: Recipe, section: str) -> str:
     """Return the recipe's key that requires a model's chat template; "" if no key does."""
+    if section == "judge":
+        return "judge.tokenizer.chat_template"
     if config.trains(recipe):
         return "data.apply_chat_template" if recipe.data.apply_chat_template else ""
     asking = [name for name, task in recipe.evaluate.tasks.items() if task.apply_chat_template]

@@ -29,7 +29,18 @@ from launch.preflight.signatures import module_spec
 from launch.recipes.trust import Trust, trusted_folders
 from pipeline.algorithms import CLASSES, GROUP, build
 from pipeline.algorithms.evaluate import FORMATS, HARNESS_KINDS
-from pipeline.config import KINDS, Problem, Recipe, RecipeError, generates, is_dotted_path, keyed_sets, rollout_function, trains
+from pipeline.config import (
+    KINDS,
+    Problem,
+    Recipe,
+    RecipeError,
+    generates,
+    is_dotted_path,
+    keyed_sets,
+    rollout_function,
+    serves_judge,
+    trains,
+)
 from pipeline.config.environments import scorers
 from pipeline.environments.tools import TOOLS, read_tools
 from pipeline.models import FAMILIES
@@ -261,6 +272,9 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
             yield _wrong_code(reference, answer)
         elif "ok" in answer:
             notes += _unnamed_arguments(reference, answer)
+            if answer.get("judge") and not serves_judge(recipe):
+                message = f"got null; expected the model that {reference.path} asks at its reward_router_address"
+                yield Problem("judge.model_name", "missing-value", message)
         elif elsewhere and ("absent" in answer or answer["foreign"]):
             yield from _check_source(recipe, reference, answer, notes)
         elif "absent" in answer:

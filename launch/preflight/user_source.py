@@ -103,6 +103,7 @@ def _reply_about(loaded_object: Any, role: str, kwargs: Mapping[str, Any]) -> di
             return {"wrong": wrong, "code": "wrong-type" if custom.problem(loaded_object, (), role) else "unknown-key"}
         if form := custom.form_of(loaded_object):
             reply = {"ok": True, "fields": None if form.takes_any else form.named, "required": form.required}
+            reply |= {"judge": True} if form.asks_judge else {}
             return {**reply, "named": form.named} if form.parameters and not inspect.isclass(loaded_object) else reply
     elif role == "loss":
         if found := custom_loss.problem(loaded_object, kwargs):

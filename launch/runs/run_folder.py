@@ -158,7 +158,8 @@ class RunFolder:
         """Return component's name -> its section of the recipe, in rank order."""
         environments = [section for section in self.value("env", {}).values() if isinstance(section, dict)]
         served = any(section.get("served_by") == "reward" for section in environments)
-        present = {"train": self.trains, "generate": self.samples, "reward": served}
+        judged = self.trains and self.samples and self.value("judge.model_name") is not None
+        present = {"train": self.trains, "generate": self.samples, "reward": served, "judge": judged}
         return {name: self.value(f"cluster.{name}", {}) for name, is_there in present.items() if is_there}
 
     @property
@@ -171,10 +172,9 @@ class RunFolder:
         yield f"{plural(nodes * (component.get('ranks_per_node') or max(1, gpus)), 'rank')} on {plural(nodes, 'node')}"
         if gpus:
             yield f"{gpus} {component.get('gpu', 'GPUs')} each"
-        section = "generation.vllm_cfg" if name == "generate" else "dtensor_cfg"
-        if name != "generate" and self.value("policy.megatron_cfg.enabled"):
-            section = "megatron_cfg"
-        for key, value in self.value(f"policy.{section}", {}).items():
+        trainer = "policy.megatron_cfg" if self.value("policy.megatron_cfg.enabled") else "policy.dtensor_cfg"
+        section = {"generate": "policy.generation.vllm_cfg", "judge": "judge.vllm_cfg"}.get(name, trainer)
+        for key, value in self.value(section, {}).items():
             if key.endswith("_parallel_size") and isinstance(value, int) and value > 1:
                 yield f"{key.removesuffix('_parallel_size').replace('_', ' ')} {value}"
 

@@ -47,9 +47,9 @@ from pipeline.config.environments import (
     EnvironmentConfig,
     answer_check,
     judged_by_expected_answers,
-    judged_by_own_code,
     kind_class,
     read_kwargs,
+    reads_columns,
 )
 from pipeline.config.formatting import format_override, format_with_origins
 from pipeline.config.generation import GenerationConfig, RefitConfig, VLLMConfig
@@ -84,7 +84,9 @@ from pipeline.config.other_models import (
     reward_environment,
     reward_model,
     reward_model_policy,
+    served_judge_policy,
     served_models,
+    serves_judge,
     serves_rewards,
     skipped_tasks,
     teacher_policy,

@@ -135,7 +135,7 @@ def _generate() -> ComponentConfig:
     return ComponentConfig(**defaults, gpus_per_node=_of_train("gpus_per_node", 0, COLOCATED))
 
 
-def _reward() -> ComponentConfig:
+def _apart() -> ComponentConfig:
     return ComponentConfig(**{key: _of_train(key, apart, "cluster.share_nodes") for key, apart in OF_NODES.items()})
 
 
@@ -205,8 +205,10 @@ class ClusterConfig:
     train and 4 in generate."""
     train: ComponentConfig = field(default_factory=ComponentConfig)
     generate: ComponentConfig = field(default_factory=_generate)
-    reward: ComponentConfig = field(default_factory=_reward)
+    reward: ComponentConfig = field(default_factory=_apart)
     """Used only if an environment has served_by=reward."""
+    judge: ComponentConfig = field(default_factory=_apart)
+    """Used only if judge.model_name names a model."""
     network: NetworkConfig = field(
         default_factory=lambda: NetworkConfig(
             nic_gb_per_s=_of_gpu("train", "nic_gb_per_s"),

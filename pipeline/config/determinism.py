@@ -45,6 +45,8 @@ OF_ENGINES = {
     "VLLM_BATCH_INVARIANT": "1",  # https://docs.vllm.ai/en/v0.32.0/features/batch_invariance/; some modules read it at import
     "TORCHINDUCTOR_DETERMINISTIC": "1",  # no choice of a kernel by its time: torch/_inductor/config.py
 }
+ENGINES = ("generate", "judge")
+"""Components whose ranks are engines."""
 LEAST_CAPABILITY = 8.0  # of vLLM's batch invariance, see the page above
 CORE_OVERRIDES = {"deterministic_mode": True, "tp_comm_overlap": False}
 """Arguments of TransformerConfig -> the value that Megatron-LM requires (megatron/training/determinism.py)."""
@@ -55,7 +57,7 @@ def variables(recipe: Recipe, component: str) -> dict[str, str]:
     """Return the environment variables of a component's ranks; {} if the key is false or the ranks have no GPUs."""
     if not (recipe.policy.deterministic and getattr(recipe.cluster, component).gpus_per_node):
         return {}
-    return SHARED | (OF_ENGINES if component == "generate" else OF_TRAINING)
+    return SHARED | (OF_ENGINES if component in ENGINES else OF_TRAINING)
 
 
 def problems(recipe: Recipe, components: Mapping[str, ComponentConfig]) -> Iterator[Problem]:
@@ -65,8 +67,8 @@ def problems(recipe: Recipe, components: Mapping[str, ComponentConfig]) -> Itera
     for name, component in components.items():
         if component.gpus_per_node:
             yield from _check_variables(recipe, name, component)
-            if name == "generate":
-                yield from _check_engine(recipe, component)
+            if name in ENGINES:
+                yield from _check_engine(recipe, name, component)
     train = components.get("train")
     if train and train.gpus_per_node and uses_megatron(recipe.policy):
         for name, expected in CORE_OVERRIDES.items():
@@ -81,7 +83,7 @@ def _check_variables(recipe: Recipe, name: str, component: ComponentConfig) -> I
             yield _contradiction(f"cluster.{name}.env_vars.{variable}", value, expected)
 
 
-def _check_engine(recipe: Recipe, component: ComponentConfig) -> Iterator[Problem]:
+def _check_engine(recipe: Recipe, name: str, component: ComponentConfig) -> Iterator[Problem]:
     if recipe.policy.generation.backend != "vllm":
         key = "policy.generation.backend"
         message = (
@@ -91,7 +93,7 @@ def _check_engine(recipe: Recipe, component: ComponentConfig) -> Iterator[Proble
         yield Problem(KEY, "contradiction", message)
     elif (capability := hardware.gpu_value(component.gpu, "compute_capability")) < LEAST_CAPABILITY:
         message = (
-            f"got true with cluster.generate.gpu={component.gpu}, of compute capability {capability}; expected at least"
+            f"got true with cluster.{name}.gpu={component.gpu}, of compute capability {capability}; expected at least"
             f" {LEAST_CAPABILITY}, which vLLM's deterministic kernels need. Try {KEY}=false"
         )
         yield Problem(KEY, "unsupported", message)

@@ -222,14 +222,22 @@ def judging_scorers(environments: Environments, name: str | None) -> list[Answer
     return scorers(judge, environments[judge]) if judge in environments else scorers(name, environment)
 
 
-def judged_by_own_code(environments: Environments, name: str | None) -> bool:
-    """Return whether user code scores an environment's answers: the environment itself, or the `judge` in its kwargs."""
-    return any(scorer.kind not in KINDS for scorer in judging_scorers(environments, name))
+def reads_columns(environments: Environments, name: str | None) -> bool:
+    """Return whether what scores an environment's answers may read a record's columns: user code, or a judge."""
+    return any(
+        scorer.kind not in KINDS or "columns" in scorer.kwargs or "reference" in scorer.kwargs
+        for scorer in judging_scorers(environments, name)
+    )
 
 
 def judged_by_expected_answers(environments: Environments, name: str | None) -> bool:
     """Return whether a kind that needs expected answers scores an environment's answers."""
-    return any(scorer.kind in KINDS and scorer.kind != "reward_model" for scorer in judging_scorers(environments, name))
+    return any(_needs_answers(scorer) for scorer in judging_scorers(environments, name) if scorer.kind in KINDS)
+
+
+def _needs_answers(scorer: AnswerScorer) -> bool:
+    arguments, problems = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)
+    return bool(problems) or kind_class(scorer.kind).needs_answers(arguments)
 
 
 def check_environments(environments: Environments) -> Iterator[Problem]:

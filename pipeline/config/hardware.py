@@ -26,7 +26,7 @@ from pipeline.recipe.values import Bool, Float, Positive, Word
 
 HARDWARE = Path(__file__).parents[2] / "recipes/hardware"
 DEFAULT = "h100"
-COMPONENTS = ("train", "generate", "reward")
+COMPONENTS = ("train", "generate", "reward", "judge")
 HOPPER, BLACKWELL = 9, 10  # major numbers of compute capability: developer.nvidia.com/cuda-gpus
 
 

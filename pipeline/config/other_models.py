@@ -10,12 +10,15 @@ from pipeline.algorithms import build
 from pipeline.algorithms.evaluate import JUDGED, only_scores
 from pipeline.algorithms.served_models import ServedModelConfig
 from pipeline.algorithms.teacher_assignment import SECTION, loaded_teachers
-from pipeline.config.environments import EnvironmentConfig
+from pipeline.config.environments import KINDS, EnvironmentConfig, read_kwargs, scorers
+from pipeline.config.generation import ColocatedConfig
 from pipeline.config.megatron import MegatronLoRAConfig
-from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, TokenizerConfig, ValueConfig
-from pipeline.config.schema import Recipe, generates
+from pipeline.config.policy import LoRAConfig, PolicyConfig, ServedJudgeConfig, TeacherConfig, TokenizerConfig, ValueConfig
+from pipeline.config.schema import Recipe, generates, trains
 from pipeline.recipe.problems import Problem
 
+LEAST_JUDGE_S = 30.0
+"""Least timeout_s of an environment that asks the judge of the job."""
 EngineModel = Literal["policy", "judge", "reward_model"]
 """The model that an engine of the generate component serves."""
 
@@ -53,6 +56,48 @@ def check_reward_model(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key, "has-no-effect", f"got {model}; only kind reward_model has a model, not {kind or 'null'}")
 
 
+def serves_judge(recipe: Recipe) -> bool:
+    """Return whether a generative judge has ranks of its own during training. The job then has a judge component."""
+    return generates(recipe) and trains(recipe) and recipe.judge.model_name is not None
+
+
+def check_judge(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if environments ask a judge that the job does not serve, or if nothing can ask the judge."""
+    model, asked, own = recipe.judge.model_name, [], False
+    for name, environment in recipe.env.items():
+        for scorer in scorers(name, environment):
+            if scorer.kind != "llm_judge":
+                own |= scorer.kind not in KINDS
+                continue
+            arguments, problems = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)
+            own |= bool(problems)  # which may be of a judge that asks this model
+            if not problems and arguments.url is None:
+                asked.append(scorer.kwargs_key)
+                yield from _check_asking(recipe, scorer.kwargs_key, name, arguments.max_tokens)
+    if asked and not (generates(recipe) and trains(recipe)):
+        message = f"got null; expected the url of an endpoint, since {recipe.algorithm} has no cluster.judge"
+        yield Problem(f"{asked[0]}.url", "missing-value", message)
+    elif asked and model is None:
+        message = f"got null; expected the model that judges, since {asked[0]}.url is null. Try a model, or an endpoint's url"
+        yield Problem("judge.model_name", "missing-value", message)
+    elif model is not None and not (asked or own):
+        message = f"got {model}, but no environment asks it. Try env.NAME.kind=llm_judge without kwargs.url"
+        yield Problem("judge.model_name", "has-no-effect", message)
+
+
+def _check_asking(recipe: Recipe, key: str, name: str, most: int) -> Iterator[Problem]:
+    """Yield the problems of an environment that asks the judge of the job. key: of the kwargs. most: tokens of a reply."""
+    given, room = recipe.env[name].timeout_s, recipe.judge.vllm_cfg.max_model_len
+    if given < LEAST_JUDGE_S:
+        message = (
+            f"got {given:g} s; expected at least {LEAST_JUDGE_S:g} s, since an answer waits in the judge's engines for others"
+        )
+        yield Problem(f"env.{name}.timeout_s", "too-small", f"{message}. Try env.{name}.timeout_s=600")
+    if recipe.judge.model_name is not None and most >= room:
+        message = f"got {most}; expected less than judge.vllm_cfg.max_model_len, {room}, which limits prompt and reply together"
+        yield Problem(f"{key}.request.max_tokens", "too-large", f"{message}. Try judge.vllm_cfg.max_model_len={4 * most}")
+
+
 def critic(recipe: Recipe) -> PolicyConfig:
     """Return PPO's critic as a policy's configuration."""
     value, random_init = recipe.value, recipe.policy.random_init
@@ -82,9 +127,7 @@ def reward_model_policy(recipe: Recipe) -> PolicyConfig:
     """Return the reward model as a policy's configuration. The recipe must have one."""
     environment = reward_model(recipe)
     assert environment is not None
-    given = environment.tokenizer
-    tokenizer = TokenizerConfig(given.name or environment.model_name or "", given.chat_template, given.chat_template_kwargs)
-    return _with_policy_layout(recipe, environment, tokenizer=tokenizer)
+    return _with_policy_layout(recipe, environment, tokenizer=_own_tokenizer(environment))
 
 
 def judge_policy(recipe: Recipe) -> PolicyConfig:
@@ -103,15 +146,26 @@ def evaluated_reward_model(recipe: Recipe) -> PolicyConfig:
 
 
 def _served(recipe: Recipe, model: ServedModelConfig) -> PolicyConfig:
-    given, length = model.tokenizer, model.max_total_sequence_length
-    tokenizer = TokenizerConfig(given.name or model.model_name or "", given.chat_template, given.chat_template_kwargs)
+    tokenizer, length = _own_tokenizer(model), model.max_total_sequence_length
     generation = recipe.policy.generation
     generation = replace(generation, vllm_cfg=replace(generation.vllm_cfg, max_model_len=length))
     return _with_policy_layout(recipe, model, tokenizer=tokenizer, max_total_sequence_length=length, generation=generation)
 
 
+def served_judge_policy(recipe: Recipe) -> PolicyConfig:
+    """Return the judge that cluster.judge serves as a policy's configuration. The recipe must have one."""
+    judge = recipe.judge
+    own = {name: getattr(judge, name) for name in ("max_num_seqs", "vllm_cfg", "vllm_kwargs")}
+    off = {"stop_token_ids": None, "stop_strings": None, "lora_refit": "merged", "colocated": ColocatedConfig()}
+    generation = replace(recipe.policy.generation, **own, **off)
+    tokenizer, length = _own_tokenizer(judge), judge.vllm_cfg.max_model_len
+    return _with_policy_layout(recipe, judge, tokenizer=tokenizer, max_total_sequence_length=length, generation=generation)
+
+
 def served_models(recipe: Recipe) -> dict[str, PolicyConfig]:
-    """Return section of the recipe -> judge or reward model, for those that an evaluation loads."""
+    """Return section of the recipe -> judge or reward model, for those that engines serve beside the policy."""
+    if serves_judge(recipe):
+        return {"judge": served_judge_policy(recipe)}
     if recipe.algorithm != "evaluate":
         return {}
     found: dict[str, PolicyConfig] = {}
@@ -166,9 +220,15 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
     return {section: model for section, model in found.items() if model.model_name is not None}  # null is refused elsewhere
 
 
+def _own_tokenizer(model: EnvironmentConfig | ServedModelConfig | ServedJudgeConfig) -> TokenizerConfig:
+    """Return the tokenizer of a model beside the policy: by default that of its folder."""
+    given = model.tokenizer
+    return TokenizerConfig(given.name or model.model_name or "", given.chat_template, given.chat_template_kwargs)
+
+
 def _with_policy_layout(
     recipe: Recipe,
-    model: ValueConfig | TeacherConfig | EnvironmentConfig | ServedModelConfig,
+    model: ValueConfig | TeacherConfig | EnvironmentConfig | ServedModelConfig | ServedJudgeConfig,
     random_init: bool = False,
     **more: Any,
 ) -> PolicyConfig:

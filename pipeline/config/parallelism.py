@@ -73,7 +73,7 @@ def components_on_train_nodes(recipe: Recipe) -> tuple[str, ...]:
     """Return the names of the other components whose ranks are on cluster.train's nodes."""
     if colocated(recipe):
         return ("generate",)
-    return ("generate", "reward") if recipe.cluster.share_nodes else ()
+    return ("generate", "reward", "judge") if recipe.cluster.share_nodes else ()
 
 
 def refits_by_ipc(recipe: Recipe) -> bool:

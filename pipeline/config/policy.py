@@ -1,11 +1,12 @@
-"""Keys of models: `policy`, `value` and `teacher`."""
+"""Keys of models: `policy`, `value`, `teacher` and `judge`."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.config.generation import GenerationConfig
+from pipeline.algorithms.served_models import ServedTokenizerConfig
+from pipeline.config.generation import GenerationConfig, VLLMConfig
 from pipeline.config.megatron import RECOMPUTE, MegatronConfig
 from pipeline.recipe.values import (
     CHAT_TEMPLATE,
@@ -251,3 +252,24 @@ class TeachersConfig:
     loaded once."""
     default_teacher_alias: Text | None = None
     """Key in `teachers` of the teacher for all other environments. null: each environment has a teacher."""
+
+
+@dataclass
+class ServedJudgeConfig:
+    """A generative judge on ranks of its own, those of cluster.judge. Environments of kind llm_judge without a url ask it.
+
+    Its weights are never trained or refitted.
+    """
+
+    model_name: Line | None = None
+    """A folder, or a Hugging Face name whose files are in the local cache. null: no judge is served."""
+    tokenizer: ServedTokenizerConfig = field(default_factory=ServedTokenizerConfig)
+    hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
+    precision: Precision = interpolation("${policy.precision}")
+    """Precision of weights and activations."""
+    max_num_seqs: Positive | None = None
+    """Maximum replies that one engine decodes concurrently. null: as in policy.generation.max_num_seqs."""
+    vllm_cfg: VLLMConfig = field(default_factory=lambda: VLLMConfig(gpu_memory_utilization=0.9))
+    """Options of its engines. max_model_len limits the judge's prompt and reply together."""
+    vllm_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Other arguments of vllm.LLM."""

@@ -19,7 +19,16 @@ from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig
 from pipeline.config.data import check_data, validates
 from pipeline.config.environments import check_environments
 from pipeline.config.megatron import MegatronLoRAConfig
-from pipeline.config.other_models import check_reward_model, engine_models, reward_environment, reward_model, serves_rewards
+from pipeline.config.other_models import (
+    check_judge,
+    check_reward_model,
+    engine_models,
+    reward_environment,
+    reward_model,
+    served_judge_policy,
+    serves_judge,
+    serves_rewards,
+)
 from pipeline.config.parallelism import (
     DTENSOR,
     MEGATRON,
@@ -63,6 +72,7 @@ def contradictions(recipe: Recipe) -> Iterator[Problem]:
     yield from _check_storage(recipe.cluster.timeouts)
     yield from check_encryption(recipe.checkpointing, recipe.run_dir)
     yield from check_environments(recipe.env)
+    yield from check_judge(recipe)
     yield from hardware.problems(recipe)
 
 
@@ -123,8 +133,7 @@ def _check_world(recipe: Recipe) -> Iterator[Problem]:
     yield from _check_frozen(recipe.policy)
     yield from check_layout(recipe)
     if generates(recipe):
-        yield from _check_engine(recipe)
-        yield from _check_quantisation(recipe)
+        yield from _check_engines(recipe)
     if colocated(recipe):
         yield from _check_colocated(recipe)
     if recipe.cluster.share_nodes:
@@ -155,14 +164,15 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
         parts["generate"] = cluster.generate
     if serves_rewards(recipe):
         parts["reward"] = cluster.reward
+    if serves_judge(recipe):
+        parts["judge"] = cluster.judge
     return parts
 
 
 def _check_without_trainers(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of a job that has no train ranks."""
     yield from check_reward_model(recipe)
-    yield from _check_engine(recipe)
-    yield from _check_quantisation(recipe)
+    yield from _check_engines(recipe)
     yield from _check_gpus(recipe)
     yield from _check_served_engines(recipe)
     own = f"{recipe.algorithm} has no train ranks"
@@ -238,35 +248,48 @@ def _check_colocated(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"{environment}.cpu_offload", "contradiction", message)
 
 
-def _check_engine(recipe: Recipe) -> Iterator[Problem]:
-    generation, key = recipe.policy.generation, "policy.generation.vllm_cfg"
+def _check_engines(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of the layouts of engines: the policy's, and those of cluster.judge."""
+    served = {"policy.generation": ("generate", recipe.policy)}
+    if serves_judge(recipe):
+        served["judge"] = "judge", served_judge_policy(recipe)
+    for key, (name, model) in served.items():
+        yield from _check_engine(f"{key}.vllm_cfg", model, name, getattr(recipe.cluster, name))
+        yield from _check_quantisation(key, model, name, getattr(recipe.cluster, name))
+
+
+def _check_engine(key: str, model: PolicyConfig, name: str, component: ComponentConfig) -> Iterator[Problem]:
+    generation = model.generation
     tensor, expert = generation.vllm_cfg.tensor_parallel_size, generation.vllm_cfg.expert_parallel_size
     if generation.backend == "transformers":
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
-            if (size := getattr(generation.vllm_cfg, name)) > 1:
+        for size_key in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+            if (size := getattr(generation.vllm_cfg, size_key)) > 1:
                 message = f"got {size}; expected 1, since the transformers backend keeps a whole model on each rank"
-                yield Problem(f"{key}.{name}", "unsupported", message)
-    sizes = {name: getattr(generation.vllm_cfg, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
-    yield from check_divides(key, sizes, recipe.cluster.generate, "generate")
+                yield Problem(f"{key}.{size_key}", "unsupported", message)
+    sizes = {
+        size_key: getattr(generation.vllm_cfg, size_key) for size_key in ("tensor_parallel_size", "pipeline_parallel_size")
+    }
+    yield from check_divides(key, sizes, component, name)
     if expert not in (1, tensor):
         message = f"got {expert}; expected 1 or tensor_parallel_size, {tensor}: vLLM spreads experts over all of its ranks"
         yield Problem(f"{key}.expert_parallel_size", "not-a-choice", message)
 
 
-def _check_quantisation(recipe: Recipe) -> Iterator[Problem]:
-    generation, key = recipe.policy.generation, "policy.generation.vllm_cfg.precision"
+def _check_quantisation(section: str, model: PolicyConfig, name: str, component: ComponentConfig) -> Iterator[Problem]:
+    generation, key = model.generation, f"{section}.vllm_cfg.precision"
     if generation.vllm_cfg.precision != "fp8":
         if generation.vllm_cfg.quantization_ignored_layer_kws:
-            ignored = "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
+            ignored = f"{section}.vllm_cfg.quantization_ignored_layer_kws"
             yield Problem(ignored, "has-no-effect", f"got layers, but nothing is quantized. Try {key}=fp8, or null here")
         return
     if generation.backend != "vllm":
         yield Problem(key, "contradiction", "got fp8, which needs vLLM; expected auto. Try policy.generation.backend=vllm")
-    if recipe.policy.precision != "bfloat16":
-        message = "got fp8; expected auto, since vLLM quantizes only bfloat16 models. Try policy.precision=bfloat16"
+    if model.precision != "bfloat16":
+        own = f"{section.partition('.')[0]}.precision=bfloat16"
+        message = f"got fp8; expected auto, since vLLM quantizes only bfloat16 models. Try {own}"
         yield Problem(key, "contradiction", message)
-    if recipe.cluster.generate.gpus_per_node == 0:
-        yield Problem(key, "needs-gpu", "got fp8 with cluster.generate.gpus_per_node=0; expected auto")
+    if component.gpus_per_node == 0:
+        yield Problem(key, "needs-gpu", f"got fp8 with cluster.{name}.gpus_per_node=0; expected auto")
 
 
 def _check_validation(recipe: Recipe) -> Iterator[Problem]:

@@ -17,7 +17,14 @@ from pipeline.config.cluster import ClusterConfig
 from pipeline.config.environments import EnvironmentConfig
 from pipeline.config.generation import VLLMConfig
 from pipeline.config.megatron import MegatronConfig, MegatronLoRAConfig
-from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, TeachersConfig, ValueConfig
+from pipeline.config.policy import (
+    LoRAConfig,
+    PolicyConfig,
+    ServedJudgeConfig,
+    TeacherConfig,
+    TeachersConfig,
+    ValueConfig,
+)
 from pipeline.recipe.values import (
     LIVE,
     MISSING,
@@ -288,6 +295,7 @@ class Recipe(_Algorithms):
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     value: ValueConfig = field(default_factory=ValueConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    judge: ServedJudgeConfig = field(default_factory=ServedJudgeConfig)
     on_policy_distillation: TeachersConfig = field(default_factory=TeachersConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: dict[str, EnvironmentConfig] = field(default_factory=dict)
@@ -384,7 +392,7 @@ def needs_triton(recipe: Recipe, component: str) -> bool:
 
     FSDP2 runs its layers eagerly if they cannot be compiled.
     """
-    if component == "generate":
+    if component in ("generate", "judge"):
         return recipe.policy.generation.backend == "vllm"
     return uses_megatron(recipe.policy) and recipe.policy.megatron_cfg.bias_activation_fusion is not False
 

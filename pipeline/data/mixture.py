@@ -28,8 +28,8 @@ from pipeline.config import (
     Recipe,
     answer_check,
     held_out_sets,
-    judged_by_own_code,
     keyed_sets,
+    reads_columns,
     section,
     training_sets,
     validation_sets,
@@ -224,7 +224,7 @@ def _stream(
             PromptStream,
             max_length=recipe.policy.max_total_sequence_length,
             answered=judged_by_answer(recipe, dataset),
-            whole=judged_by_own_code(recipe.env, dataset.env_name),
+            whole=reads_columns(recipe.env, dataset.env_name),
             dataset=name,
             check=answer_check(recipe.env, dataset.env_name) if judged_by_answer(recipe, dataset) else None,
         )

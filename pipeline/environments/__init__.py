@@ -8,7 +8,8 @@
     answer_tags     checks an answer between tags
     math_comparison     compares two expressions with math-verify
     code, code_tests    run the answer on the tests of a programming task
-    llm_judge, reward_model    score the answer with a model
+    llm_judge, judge_ratings, judge_prompts    score the answer with a generative judge
+    reward_model    scores the answer with a reward model
     sliding_puzzle  a game of several turns
     tools, tool, tool_calls    episodes with tool calls, the Tool protocol, and formats of calls
     calculator, python_tool    built-in tools

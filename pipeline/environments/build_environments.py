@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pipeline.config import KINDS, EnvironmentConfig, kind_class, read_kwargs
 from pipeline.config.environments import AnswerScorer, scorers
 from pipeline.environments import custom
-from pipeline.environments.environment import Environment, EnvironmentContext
+from pipeline.environments.environment import Environment, EnvironmentContext, ServedJudge
 from pipeline.environments.rewards import KindReward, Reward, Rewards, Weighted
 from pipeline.recipe import user_code
 from pipeline.recipe.problems import Problem, RecipeError
@@ -27,7 +27,9 @@ JUDGE_WORKERS = 16
 """Workers of a built-in environment that judges for another environment, if neither sets a number."""
 
 
-def build(configs: Configs, names: Collection[str] | None = None) -> dict[str, Environment]:
+def build(
+    configs: Configs, names: Collection[str] | None = None, served_judge: ServedJudge | None = None
+) -> dict[str, Environment]:
     """Build environments, and return their name under `env` -> environment. names: the environments to build; None: all.
 
     A user's class is called with `kwargs`.
@@ -38,7 +40,7 @@ def build(configs: Configs, names: Collection[str] | None = None) -> dict[str, E
     environments: dict[str, Environment] = {}
     for name in configs if names is None else names:
         try:
-            environments[name] = _build(name, configs[name], configs)
+            environments[name] = _build(name, configs[name], configs, served_judge)
         except RecipeError:
             for environment in environments.values():
                 environment.close()
@@ -46,11 +48,11 @@ def build(configs: Configs, names: Collection[str] | None = None) -> dict[str, E
     return environments
 
 
-def _build(name: str, config: EnvironmentConfig, configs: Configs) -> Environment:
+def _build(name: str, config: EnvironmentConfig, configs: Configs, served: ServedJudge | None) -> Environment:
     named, key = scorers(name, config), f"env.{name}"
     if config.rewards:
         parts = [
-            Weighted(scorer.reward.label, scorer.reward.weight, _reward(scorer, config))
+            Weighted(scorer.reward.label, scorer.reward.weight, _reward(scorer, config, served))
             for scorer in named
             if scorer.reward is not None
         ]
@@ -58,28 +60,32 @@ def _build(name: str, config: EnvironmentConfig, configs: Configs) -> Environmen
     elif not named:
         raise RecipeError(Problem(f"{key}.kind", "missing-value", "got null; expected a kind"))
     elif named[0].kind in KINDS:
-        environment = _built_in(named[0], config, lambda judge: _build_judge(key, config, configs, judge))
+        environment = _built_in(named[0], config, lambda judge: _build_judge(key, config, configs, judge, served), served)
     else:
-        environment = _own(named[0], lambda loaded: custom.build(named[0].kind, loaded, named[0].kwargs, config.timeout_s))
+        environment = _own(
+            named[0], lambda loaded: custom.build(named[0].kind, loaded, named[0].kwargs, config.timeout_s, served)
+        )
     environment.workers = config.workers or getattr(environment, "workers", 1)  # a user's class may lack it
     return environment
 
 
-def _reward(scorer: AnswerScorer, config: EnvironmentConfig) -> Reward:
+def _reward(scorer: AnswerScorer, config: EnvironmentConfig, served: ServedJudge | None) -> Reward:
     if scorer.kind in KINDS:
-        return KindReward(scorer.kind, _built_in(scorer, config, _no_judge))
-    return _own(scorer, lambda loaded: custom.build_reward(scorer.kind, loaded, scorer.kwargs))
+        return KindReward(scorer.kind, _built_in(scorer, config, _no_judge, served))
+    return _own(scorer, lambda loaded: custom.build_reward(scorer.kind, loaded, scorer.kwargs, served))
 
 
 def _no_judge(judge: str) -> Environment:
     raise ValueError(f"got judge {judge}; expected a kind of one turn")
 
 
-def _built_in(scorer: AnswerScorer, config: EnvironmentConfig, judge: Callable[[str], Environment]) -> Environment:
+def _built_in(
+    scorer: AnswerScorer, config: EnvironmentConfig, judge: Callable[[str], Environment], served: ServedJudge | None
+) -> Environment:
     arguments, problems = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)
     if problems:
         raise RecipeError(*problems)
-    context = EnvironmentContext(config.timeout_s, config.workers, judge)
+    context = EnvironmentContext(config.timeout_s, config.workers, judge, served)
     with _refused(scorer, "unsupported"):
         return kind_class(scorer.kind).build(arguments, context)
 
@@ -107,7 +113,7 @@ def _refused(scorer: AnswerScorer, code: str) -> Iterator[None]:
         raise RecipeError(Problem(key, code, f"kind {scorer.kind}: {error}")) from error
 
 
-def _build_judge(key: str, config: EnvironmentConfig, configs: Configs, judge: str) -> Environment:
+def _build_judge(key: str, config: EnvironmentConfig, configs: Configs, judge: str, served: ServedJudge | None) -> Environment:
     """Build the environment `judge` as the judge of the environment at `key`, with its own workers and connections.
 
     The environment at `key` waits for its judge within a step, so the judge's timeout_s is at most that environment's. A judge
@@ -119,5 +125,5 @@ def _build_judge(key: str, config: EnvironmentConfig, configs: Configs, judge: s
     judge_config = configs[judge]
     workers = judge_config.workers or (config.workers or JUDGE_WORKERS if judge_config.kind in KINDS else None)
     return _build(
-        judge, replace(judge_config, workers=workers, timeout_s=min(judge_config.timeout_s, config.timeout_s)), configs
+        judge, replace(judge_config, workers=workers, timeout_s=min(judge_config.timeout_s, config.timeout_s)), configs, served
     )

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
-from pipeline.environments.environment import Environment
+from pipeline.environments.environment import Environment, ServedJudge
 from pipeline.environments.reward_forms import EXPECTED, RewardForm, parameters_of
 from pipeline.environments.rewards import FunctionReward, RewardFunction
 
@@ -20,24 +20,26 @@ Role = Literal["environment", "reward"]
 """The key that names the code: `kind`, or `fn` of an entry of `rewards`."""
 
 
-def build(path: str, loaded: Any, kwargs: dict[str, Any], timeout_s: float) -> Environment:
+def build(
+    path: str, loaded: Any, kwargs: dict[str, Any], timeout_s: float, served_judge: ServedJudge | None = None
+) -> Environment:
     """Build an environment from a class or a function. Raises ValueError with the result of `problem`, if any.
 
-    path: the name of the code in the recipe.
+    path: the name of the code in the recipe. served_judge: the judge of the job.
     """
     if wrong := problem(loaded, kwargs):
         raise ValueError(wrong)
     if inspect.isclass(loaded) and not makes_reward(loaded):
         make: Any = loaded
         return make(**kwargs)
-    return RewardFunction(path, *_function(loaded, kwargs), timeout_s)
+    return RewardFunction(path, *_function(loaded, kwargs), timeout_s, served_judge)
 
 
-def build_reward(path: str, loaded: Any, kwargs: dict[str, Any]) -> FunctionReward:
+def build_reward(path: str, loaded: Any, kwargs: dict[str, Any], served_judge: ServedJudge | None = None) -> FunctionReward:
     """Build one of several rewards. Raises ValueError with the result of `problem`, if any."""
     if wrong := problem(loaded, kwargs, "reward"):
         raise ValueError(wrong)
-    return FunctionReward(path, *_function(loaded, kwargs))
+    return FunctionReward(path, *_function(loaded, kwargs), served_judge)
 
 
 def _function(loaded: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

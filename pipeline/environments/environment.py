@@ -135,6 +135,19 @@ class Configurable:
         yield from ()
 
 
+@dataclass(frozen=True, slots=True)
+class ServedJudge:
+    """The generative judge that the job serves: an OpenAI-compatible endpoint of each of its engines."""
+
+    addresses: tuple[str, ...]  # HOST:PORT/KEY; the key admits to the endpoint, so no message repeats it
+    tokenizer: str  # its folder
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The address of chat completions of each engine."""
+        return tuple(f"http://{address}/v1/chat/completions" for address in self.addresses)
+
+
 @dataclass(frozen=True)
 class EnvironmentContext:
     """Everything that an environment gets besides its arguments."""
@@ -144,6 +157,7 @@ class EnvironmentContext:
     build: Callable[
         [str], Environment
     ]  # builds another environment by its key under `env`; nobody shares it; raises RecipeError
+    served_judge: ServedJudge | None = None  # None: the job serves none
 
 
 class BuiltinEnvironment(Configurable, Environment):
@@ -163,6 +177,11 @@ class BuiltinEnvironment(Configurable, Environment):
     def build(cls, arguments: Any, context: EnvironmentContext) -> Environment:
         """Return the environment for these arguments; a subclass may choose another class."""
         return cls(arguments, context)
+
+    @classmethod
+    def needs_answers(cls, arguments: Any) -> bool:
+        """Return whether records must have an expected answer."""
+        return True
 
     @classmethod
     def check_answer(cls, answer: str, arguments: Any) -> None:

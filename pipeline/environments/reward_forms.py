@@ -11,6 +11,7 @@ TRL's and verl's forms, and their meaning, are those of TRL 1.x (trl/trainer/grp
 - TRL calls a function once for many answers. Here it is called for each answer, with lists of length one, so a function that
   compares answers with each other cannot work.
 - `trainer_state` has `global_step` and `max_steps` alone.
+- `reward_router_address` is HOST:PORT/KEY: http://ADDRESS/v1/chat/completions answers for the job's judge.
 - `ground_truth` of any form is the column of this name, else `reward_model.ground_truth`, else the expected answer.
 
 A function without `**fields` gets the columns that it has parameters for.
@@ -46,6 +47,8 @@ OF_VERL, EXTRA = ("solution_str",), "extra_info"
 """Arguments of verl's form that are no columns, and the column that may be missing."""
 COLUMNS_OF_VERL = ("data_source", GROUND_TRUTH, EXTRA)
 """The columns that verl passes; it passes no others."""
+ROUTER, JUDGE_TOKENIZER = OF_JUDGE = ("reward_router_address", "reward_model_tokenizer")
+"""Arguments of verl's form about a generative reward model, which here is the judge of the job (`cluster.judge`)."""
 EXPECTED = (
     "expected (prompt, answer, **fields) -> number; TRL's (prompts, completions, **columns) -> list; or verl's (data_source,"
     " solution_str, ground_truth, extra_info)"
@@ -103,8 +106,10 @@ class RewardForm:
         self.named = [parameter.name for parameter in candidates if parameter.name not in self.own]
         """Parameters that columns and kwargs give."""
         needed = [name for name in self.named if self.parameters[name].default is inspect.Parameter.empty]
-        self.required = [name for name in needed if self.name != "verl's" or name != EXTRA]
+        given = (EXTRA, *OF_JUDGE) if self.name == "verl's" else ()
+        self.required = [name for name in needed if name not in given]
         """Those of `named` that a column or kwargs must give."""
+        self.asks_judge = self.name == "verl's" and any(name in needed for name in OF_JUDGE)
 
     def problem(self, kwargs: Sequence[str]) -> str | None:
         """Return why a function with these parameters cannot be called with these kwargs; None if it can."""

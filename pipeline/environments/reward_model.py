@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -16,6 +16,11 @@ class RewardModelEnvironment(BuiltinEnvironment):
     """Returns reward 0 for every answer. `pipeline/coordination/scoring.py` replaces it by the model's score."""
 
     is_final = False
+
+    @classmethod
+    @override
+    def needs_answers(cls, arguments: Any) -> bool:
+        return False
 
     @override
     def step(self, prompt: Prompt, text: str) -> Outcome:

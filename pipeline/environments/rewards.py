@@ -18,14 +18,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from pipeline.environments.environment import AnsweredTurn, Environment, JudgeLimits, Outcome, ProcessStuck, Unjudged
-from pipeline.environments.reward_forms import RewardForm, Score, is_async, parameters_of
+from pipeline.config import TokenizerConfig
+from pipeline.data.chat import load_tokenizer
+from pipeline.environments.environment import (
+    AnsweredTurn,
+    Environment,
+    JudgeLimits,
+    Outcome,
+    ProcessStuck,
+    ServedJudge,
+    Unjudged,
+)
+from pipeline.environments.reward_forms import (
+    JUDGE_TOKENIZER,
+    OF_JUDGE,
+    ROUTER,
+    RewardForm,
+    Score,
+    is_async,
+    parameters_of,
+)
 from pipeline.sandbox.limits import SandboxError
 from pipeline.types import REWARD
 
@@ -54,10 +73,27 @@ class Reward:
 class FunctionReward(Reward):
     """A user's reward function."""
 
-    def __init__(self, path: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-        """Bind to a function. kwargs: arguments besides the record's columns."""
-        self.path, self._function, self._kwargs = path, function, kwargs
+    def __init__(
+        self, path: str, function: Callable[..., Any], kwargs: dict[str, Any], served_judge: ServedJudge | None = None
+    ) -> None:
+        """Bind to a function. kwargs: arguments besides the record's columns. Raises ValueError if it needs an absent judge."""
+        self.path, self._function = path, function
         self._form, self.is_async = RewardForm(parameters_of(function)), is_async(function)
+        self._kwargs = {**self._of_judge(served_judge), **kwargs}
+
+    def _of_judge(self, judge: ServedJudge | None) -> dict[str, Any]:
+        """Return the arguments of verl's form about the job's judge."""
+        wanted = [name for name in OF_JUDGE if self._form.takes_any or name in self._form.named]
+        if self._form.name != "verl's" or not wanted:
+            return {}
+        if judge is None:
+            if self._form.asks_judge:
+                raise ValueError(f"it needs {wanted[0]}; expected a judge in the job. Try judge.model_name=MODEL")
+            return {}
+        arguments: dict[str, Any] = {ROUTER: judge.addresses[os.getpid() % len(judge.addresses)]}
+        if JUDGE_TOKENIZER in self._form.named:
+            arguments[JUDGE_TOKENIZER] = load_tokenizer(TokenizerConfig(name=judge.tokenizer))
+        return arguments
 
     @override
     def score(self, state: Prompt, answer: AnsweredTurn) -> Score | Awaitable[Score]:
@@ -158,9 +194,16 @@ class EventLoop:
 class RewardFunction(Environment):
     """Scores an answer with one function: `kind` names it."""
 
-    def __init__(self, path: str, function: Callable[..., Any], kwargs: dict[str, Any], timeout_s: float) -> None:
+    def __init__(
+        self,
+        path: str,
+        function: Callable[..., Any],
+        kwargs: dict[str, Any],
+        timeout_s: float,
+        served_judge: ServedJudge | None = None,
+    ) -> None:
         """Bind to a function. path: that the recipe names it by."""
-        self._reward, self._loop = FunctionReward(path, function, kwargs), EventLoop(timeout_s)
+        self._reward, self._loop = FunctionReward(path, function, kwargs, served_judge), EventLoop(timeout_s)
 
     @override
     def step(self, episode: Prompt, text: str) -> Outcome:

@@ -8,7 +8,7 @@ its thinking did not end.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 CUT = "length"
@@ -18,6 +18,7 @@ MARKDOWN = re.compile(r"[*_#>`]+")
 DECORATION = " \t*_`\"'[]()."
 PREFERENCES = {"a": "A", "b": "B", "tie": "tie"}
 REFUSALS = ("refused", "partly", "answered")
+NUMBER = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(?:\s*/\s*[0-9]+)?")
 LOWEST, HIGHEST = 1.0, 10.0
 """The scale of ratings."""
 
@@ -54,14 +55,38 @@ def read_score(reply: str, pattern: re.Pattern[str]) -> float | None:
     return _read_last_line(reply, read)
 
 
+def read_scores(reply: str, names: Sequence[str]) -> dict[str, float] | None:
+    """Return name -> number of a complete reply's last lines, `NAME: N`, one for each name in any order.
+
+    Return None if they are not the last lines, or another line has a different number for a name.
+    """
+    forms = {name: re.compile(rf"[*_#>\s-]*{re.escape(name)}[\s*_]*:(.*)", re.IGNORECASE) for name in names}
+
+    def read(line: str) -> tuple[str, float] | None:
+        for name, form in forms.items():
+            if (match := form.fullmatch(line)) and (number := NUMBER.fullmatch(match[1].strip(DECORATION))):
+                return name, float(number[1])
+        return None
+
+    values = [read(line) for line in _lines(reply)]
+    last = values[-len(names) :]
+    scores = dict(filter(None, last))
+    is_complete = len(scores) == len(names) and None not in last
+    return scores if is_complete and all(value is None or scores[value[0]] == value[1] for value in values) else None
+
+
+def _lines(reply: str) -> list[str]:
+    """Return the stripped lines of a reply after its thinking, without empty ones; [] if the thinking does not end."""
+    text = reply.rpartition(THINKING[1])[2]
+    return [] if THINKING[0] in text else [line.strip() for line in text.splitlines() if line.strip()]
+
+
 def _read_last_line(reply: str, read: Read[Value]) -> Value | None:
     """Return the value of a reply's last line; None if it has none or another line has a different value.
 
     read: a function that returns the value of a stripped line, or None.
     """
-    text = reply.rpartition(THINKING[1])[2]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if not lines or THINKING[0] in text:
+    if not (lines := _lines(reply)):
         return None
     line_values = [read(line) for line in lines]
     distinct_values = {value for value in line_values if value is not None}

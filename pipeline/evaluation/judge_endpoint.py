@@ -14,12 +14,9 @@ from typing import Any
 
 from pipeline.config import EnvironmentConfig, kind_class, read_kwargs
 from pipeline.environments.environment import Environment, EnvironmentContext
-from pipeline.environments.llm_judge import LLMJudge, NoReply
+from pipeline.environments.llm_judge import AGAIN_TEMPERATURE, LLMJudge, NoReply
 from pipeline.evaluation.judge import JudgeReply, JudgeRequest
 from pipeline.recipe.problems import RecipeError
-
-AGAIN_TEMPERATURE = 0.7
-"""Lowest temperature when a prompt is asked again. A greedy judge would repeat its reply."""
 
 
 class EndpointJudge:

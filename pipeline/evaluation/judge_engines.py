@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pipeline.algorithms.served_models import JudgeConfig
-from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.config import PolicyConfig
 from pipeline.coordination.dispatch import Dispatcher, RolloutSpec
-from pipeline.data.special_tokens import SpecialTokenEscaper
-from pipeline.data.templates import check_template
+from pipeline.data.judge_chat import JudgeChat
+from pipeline.environments.llm_judge import AGAIN_TEMPERATURE
 from pipeline.evaluation.judge import JudgeReply, JudgeRequest
-from pipeline.evaluation.judge_endpoint import AGAIN_TEMPERATURE
 from pipeline.roles import GenerateRole
 from pipeline.rpc import RpcGroup
 from pipeline.types import Prompt, RolloutGroup, Sampling
@@ -39,14 +36,9 @@ class EngineJudge:
         check: a function that is called before each wait. Raises RecipeError if the judge has no chat template, or one that
         leaves out the user's message.
         """
-        if not tokenizer.chat_template:
-            message = f"got null; expected a chat template, since the judge's tokenizer {tokenizer.name_or_path} has none"
-            raise RecipeError(Problem("evaluate.judge.tokenizer.chat_template", "missing-value", message))
-        self._options = policy.tokenizer.chat_template_kwargs or {}
-        check_template(tokenizer, self._options, "evaluate.judge.tokenizer.chat_template")
+        self._chat = JudgeChat(tokenizer, policy.tokenizer.chat_template_kwargs, "evaluate.judge.tokenizer.chat_template")
         self._dispatch = Dispatcher(engines, seed, 1, None)
         self._section, self._tokenizer, self._check = section, tokenizer, check
-        self._escaper = SpecialTokenEscaper(tokenizer, str(tokenizer.chat_template))
         self._room = policy.generation.vllm_cfg.max_model_len
         self._open: dict[tuple[str, int], str] = {}  # (purpose, index) -> id of the request
         self._refused: list[JudgeReply] = []
@@ -55,7 +47,7 @@ class EngineJudge:
         """Send requests to the judge without waiting for the replies."""
         prompts: dict[tuple[str, int], list[Prompt]] = {}
         for request in requests:
-            tokens = self._encode(request.prompt)
+            tokens = self._chat.encode([{"role": "user", "content": request.prompt}])
             if len(tokens) >= self._room:
                 failure = (
                     f"the judge's prompt has {len(tokens)} tokens, and evaluate.judge.max_total_sequence_length is {self._room}"
@@ -93,14 +85,6 @@ class EngineJudge:
         text = str(self._tokenizer.decode(rollout.tokens, skip_special_tokens=True))
         name, failure = self._open.pop((purpose, group.prompt.index)), rollout.failure
         return JudgeReply(name, text, rollout.finish, failure, busy=bool(failure))
-
-    def _encode(self, prompt: str) -> np.ndarray:
-        """Return the tokens of the prompt as a user's message, [P] int32. Special tokens in the prompt stay text."""
-        message = {"role": "user", "content": self._escaper.escape(prompt)}
-        rendered = self._tokenizer.apply_chat_template(
-            [message], **{**self._options, "tokenize": False, "add_generation_prompt": True}
-        )
-        return np.asarray(self._escaper.tokenize(str(rendered)), np.int32)
 
     def _sampling(self, attempt: int) -> Sampling:
         section = self._section

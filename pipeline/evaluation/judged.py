@@ -15,11 +15,11 @@ from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
 from pipeline.coordination.dispatch import RolloutSpec
 from pipeline.data.stop_strings import answer_text, rollout_text
+from pipeline.environments.judge_prompts import JudgePrompt
 from pipeline.evaluation import prompts, task_data
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.judge import Case, Judgement, Judging, require_judge
-from pipeline.evaluation.judge_prompts import JudgePrompt
 from pipeline.evaluation.questions import Answer, PerQuestion, Question
 from pipeline.evaluation.sampled import sampling
 from pipeline.types import Rollout

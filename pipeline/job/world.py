@@ -29,7 +29,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed exports it without a stub
 from torch.distributed import distributed_c10d
 
-from pipeline.config import Recipe, colocated, engine_ranks, generates, ranks, serves_rewards, trains
+from pipeline.config import (
+    Recipe,
+    VLLMConfig,
+    colocated,
+    engine_ranks,
+    generates,
+    ranks,
+    serves_judge,
+    serves_rewards,
+    trains,
+)
 from pipeline.files.storage import listed
 from pipeline.node import network_interface
 from pipeline.observe.rank_timeline import Timeline
@@ -93,33 +103,39 @@ class WorkerGroups:
     engines: tuple[tuple[int, ...], ...]  # the generate ranks, one tuple per engine
     reward: tuple[int, ...] = ()  # empty unless the reward model has its own ranks
     colocated: bool = False  # the train and the generate ranks of a node share its GPUs
+    judge: tuple[int, ...] = ()  # empty unless a generative judge has its own ranks
+    judge_engines: tuple[tuple[int, ...], ...] = ()  # the judge ranks, one tuple per engine
 
     @classmethod
     def of(cls, recipe: Recipe) -> WorkerGroups:
-        """Number the ranks: train first, then generate, then reward. An evaluation has only generate ranks."""
+        """Number the ranks: train first, then generate, reward and judge. An evaluation has only generate ranks."""
         train = tuple(range(ranks(recipe.cluster.train))) if trains(recipe) else ()
         if not generates(recipe):
             return cls(train, (), ())
-        size = engine_ranks(recipe.policy.generation.vllm_cfg)
         generate = tuple(range(len(train), len(train) + ranks(recipe.cluster.generate)))
-        engines = tuple(generate[i : i + size] for i in range(0, len(generate), size))
+        engines = _engines(generate, recipe.policy.generation.vllm_cfg)
         begin = len(train) + len(generate)
         reward = tuple(range(begin, begin + ranks(recipe.cluster.reward))) if serves_rewards(recipe) else ()
-        return cls(train, generate, engines, reward, colocated(recipe))
+        begin += len(reward)
+        judge = tuple(range(begin, begin + ranks(recipe.cluster.judge))) if serves_judge(recipe) else ()
+        return cls(train, generate, engines, reward, colocated(recipe), judge, _engines(judge, recipe.judge.vllm_cfg))
 
     def by_component(self) -> dict[str, tuple[int, ...]]:
         """Return the ranks of each component; () for a component that the run lacks."""
-        return {"train": self.train, "generate": self.generate, "reward": self.reward}
+        return {"train": self.train, "generate": self.generate, "reward": self.reward, "judge": self.judge}
 
     def name(self, rank: int) -> str:
         """Return the component of a rank."""
-        if rank in self.train:
-            return "train"
-        return "reward" if rank in self.reward else "generate"
+        return next((name for name, members in self.by_component().items() if rank in members), "generate")
 
     def engine(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the engine to which a generate rank belongs."""
-        return next(engine for engine in self.engines if rank in engine)
+        """Return the ranks of the engine to which a generate or judge rank belongs."""
+        return next(engine for engine in (*self.engines, *self.judge_engines) if rank in engine)
+
+
+def _engines(members: tuple[int, ...], vllm: VLLMConfig) -> tuple[tuple[int, ...], ...]:
+    size = engine_ranks(vllm)
+    return tuple(members[i : i + size] for i in range(0, len(members), size))
 
 
 @dataclass(frozen=True)
@@ -147,7 +163,7 @@ class World:
         # The device of tensors sent over `spanning` and `refit`: NCCL refuses two ranks on a GPU, and gloo needs host memory.
         self.carrier = torch.device("cpu") if workers.colocated else self.device
         self.spanning: dist.ProcessGroup  # all ranks; this and `own` are set by `join`
-        self.own: dist.ProcessGroup  # the train ranks, the reward ranks, or this generate rank's engine
+        self.own: dist.ProcessGroup  # the train ranks, the reward ranks, or this rank's engine
         self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks; None on other ranks, and without refits
 
     @contextmanager
@@ -176,7 +192,8 @@ class World:
 def _timeline_header(info: RankInfo, workers: WorkerGroups) -> dict[str, Any]:
     """Return the header of this rank's timeline."""
     component = workers.name(info.rank)
-    engine = workers.engines.index(workers.engine(info.rank)) if component == "generate" else None
+    engines = {"generate": workers.engines, "judge": workers.judge_engines}.get(component)
+    engine = engines.index(workers.engine(info.rank)) if engines else None
     return {"rank": info.rank, "realm": component, "engine": engine, "node": info.node}
 
 
@@ -298,7 +315,7 @@ def join(world: World) -> None:
     else:
         authenticator.install()
         _make_spanning(world)
-    groups = (workers.train, *workers.engines, workers.reward)
+    groups = (workers.train, *workers.engines, workers.reward, *workers.judge_engines)
     for members in filter(None, groups):  # every rank makes every group, in the same order
         group = dist.new_group(members, backend=backend, timeout=NEVER)
         if world.rank in members:
@@ -325,7 +342,7 @@ def connect(world: World, broadcasts: bool = False) -> None:
     broadcasts: policy.generation.refit_transport is broadcast.
 
     NCCL makes a communicator at a group's first use, and waits for all ranks, forever if their NCCL versions differ. A refit
-    cannot be this first use: reward ranks take part in no refit, and some other ranks have no messages in its first round.
+    cannot be this first use: reward and judge ranks take part in none, and other ranks may have no messages in its first round.
     """
     with world.phase("connect all ranks", verb="join"):  # bounded by cluster.timeouts.join
         dist.all_reduce(torch.zeros(1, device=world.carrier), group=world.spanning)
@@ -377,8 +394,13 @@ def _choose_interface(world: World) -> None:
         address = (reached_address or this_address) if uses_loopback else this_address
         world.store.set(ADDRESS, network_interface.LOOPBACK if is_one_node else address)
     if not set_by_user:
-        address = world.store.get(ADDRESS).decode()
-        network_interface.use_interface_of(address if uses_loopback or network_interface.is_loopback(address) else this_address)
+        network_interface.use_interface_of(own_address(world.store))
+
+
+def own_address(store: RunStore) -> str:
+    """Return the IP address at which the other ranks reach this one. Call it after `join`."""
+    this_address, shared = store.addresses()[0], store.get(ADDRESS).decode()
+    return shared if network_interface.is_loopback(this_address) or network_interface.is_loopback(shared) else this_address
 
 
 def _connect_to_rank_0(world: World, authenticator: GlooAuthenticator) -> None:

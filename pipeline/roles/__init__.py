@@ -1,7 +1,8 @@
-"""The verbs that a train, generate or reward rank serves. Rank 0 calls them through `pipeline/rpc`."""
+"""The verbs that a train, generate, reward or judge rank serves. Rank 0 calls them through `pipeline/rpc`."""
 
 from pipeline.roles.generate import GenerateRole
 from pipeline.roles.reward import RewardRole
+from pipeline.roles.served_judge import JudgeRole
 from pipeline.roles.train import TrainRole
 
-__all__ = ["GenerateRole", "RewardRole", "TrainRole"]
+__all__ = ["GenerateRole", "JudgeRole", "RewardRole", "TrainRole"]

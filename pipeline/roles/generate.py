@@ -17,6 +17,7 @@ from pipeline.job.world import World
 from pipeline.refit.protocol import Commit, PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.roles.reward import Scorer
+from pipeline.roles.served_judge import served_judge
 from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.judges.environment_steps import EnvironmentSettings
 from pipeline.rollout.judges.pool import LOAD_SHARE, JudgePool
@@ -85,7 +86,7 @@ class GenerateRole:
         return self._built
 
     def _start_judges(self) -> JudgePool:
-        settings = EnvironmentSettings.of(self._recipe)
+        settings = EnvironmentSettings.of(self._recipe, served_judge(self._recipe, self._world))
         if self._serves == "judge":  # rank 0 reads its verdicts
             settings = dataclasses.replace(settings, env={}, function="")
         return JudgePool(settings, self.wakeup)

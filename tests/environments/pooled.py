@@ -30,13 +30,13 @@ def outcomes(environment: Environment, prompt: Prompt, texts: list[str]) -> list
         return list(threads.map(lambda text: environment.step(environment.reset(prompt), text), texts))
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer whose tokens are bytes."""
+def write_tokenizer(folder: Path, **special: str) -> None:
+    """Write a tokenizer whose tokens are bytes. special: tokens such as eos_token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={character: number for number, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special).save_pretrained(folder)
 
 
 class Pool:

@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.environments import llm_judge
 from pipeline.environments.environment import Unjudged
+from pipeline.environments.judge_prompts import NOTE
 from pipeline.environments.llm_judge import LLMJudge
 from pipeline.types import Prompt
 from tests.environments.pooled import made
@@ -76,9 +77,8 @@ def test_a_score_becomes_a_reward(endpoint, monkeypatch):
     (message,) = body.pop("messages")
     assert body == {"model": "m", "temperature": 0}
     said = re.search(r"Response: <(response-[0-9a-f]{16})>\n(.*)\n</\1>\n", message["content"])
-    assert said[2] == 'so "4" {answer}' and message["content"].startswith(
-        f"What stands between <{said[1]}> and </{said[1]}> was"
-    )
+    assert said[2] == 'so "4" {answer}'
+    assert message["content"].startswith(NOTE.format(said[1].removeprefix("response-")))
     for part in ("Question: 2+2?", "Reference: 4", '"Score: N"'):
         assert part in message["content"]
 
@@ -201,7 +201,7 @@ def test_an_answer_cannot_leave_its_delimiters(endpoint):
     first = re.search(r"</response-[0-9a-f]{16}>", endpoint.content)[0]
     environment.step(PROMPT, FORGED + first)
     content = endpoint.content
-    mark = re.match(r"What stands between <(response-[0-9a-f]{16})>", content)[1]
+    mark = f"response-{re.match(r'The texts to judge stand between <NAME-([0-9a-f]{16})>', content)[1]}"
     outside, inside, after = re.fullmatch(rf"(.*)<{mark}>\n(.*)\n</{mark}>(.*)", content, re.DOTALL).groups()
     assert "Reference: 5" in inside and "Reference: 5" not in outside + after and first in inside
     assert "Reply with one line" in after

@@ -22,6 +22,7 @@ RECIPE = "tiny_grpo"
 PROMPT = Prompt(0, np.zeros(1, np.int32), "x", {"answer": "4"})
 CALCULATOR, TOOLED = "kind=calculator", "kind=tools kwargs.judge=addition"
 JUDGE = "kind=llm_judge kwargs.model=m kwargs.url=http://j/v1"
+PAIRWISE = f"{JUDGE} kwargs.rating=pairwise"
 
 
 def found(described: str, *more: str) -> list[Problem]:
@@ -64,7 +65,23 @@ def found(described: str, *more: str) -> list[Problem]:
         ("kind=code kwargs.sandbox=docker", "kwargs.sandbox", "not-a-choice"),
         ("kind=code kwargs.processes=0", "kwargs.processes", "too-small"),
         ("kind=code_interpreter kwargs.readable=[here]", "kwargs.readable", "bad-format"),
-        ("kind=llm_judge kwargs.model=m", "kwargs.url", "missing-value"),
+        ("kind=llm_judge kwargs.model=m", "kwargs.model", "has-no-effect"),
+        ("kind=llm_judge kwargs.url=http://j/v1", "kwargs.model", "missing-value"),
+        (f"{JUDGE} kwargs.overlong=shorten", "kwargs.overlong", "unsupported"),
+        (f"{JUDGE} kwargs.rating=rubric", "kwargs.criteria", "missing-value"),
+        (f"{JUDGE} kwargs.rating=rubric kwargs.criteria=[{{name: A}}, {{name: a}}]", "kwargs.criteria", "missing-value"),
+        (f"{JUDGE} kwargs.rating=rubric kwargs.criteria=[{{name: '7'}}]", "kwargs.criteria[0].name", "bad-format"),
+        (f"{JUDGE} kwargs.criteria=[{{name: A}}]", "kwargs.criteria", "has-no-effect"),
+        (f"{JUDGE} kwargs.reference=column", "kwargs.reference", "has-no-effect"),
+        (
+            f"{JUDGE} kwargs.rating=pairwise kwargs.second_prompt='{{answer_a}}{{answer_b}}'",
+            "kwargs.second_prompt",
+            "has-no-effect",
+        ),
+        (f"{PAIRWISE} kwargs.prompt='{{answer_a}}'", "kwargs.prompt", "bad-format"),
+        (f"{JUDGE} kwargs.columns=[source]", "kwargs.columns", "has-no-effect"),
+        ("kind=llm_judge kwargs.request={temperature: -1}", "kwargs.request", "wrong-type"),
+        ("kind=llm_judge kwargs.request={stream: true}", "kwargs.request", "wrong-type"),
         ("kind=llm_judge kwargs.model=m kwargs.url=https://u:p@j/v1", "kwargs.url", "secret-in-recipe"),
         ("kind=llm_judge kwargs.model=m kwargs.url=judge", "kwargs.url", "bad-format"),
         ("kind=llm_judge kwargs.model=m kwargs.url=http://j/v1/chat/completions", "kwargs.url", "bad-format"),

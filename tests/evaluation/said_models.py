@@ -18,23 +18,23 @@ NO = "{{ messages[-1]['content'] }}<x>"
 """Chat templates: of a judge, of a model, and of one that says No."""
 
 
-def write_tokenizer(folder: Path, chat_template: str) -> PreTrainedTokenizerFast:
+def write_tokenizer(folder: Path, chat_template: str, says: dict[str, str] = SAID) -> PreTrainedTokenizerFast:
     """Write a tokenizer of the printable ASCII characters, and of what is said, as one token each."""
     known = {text: i for i, text in enumerate(["<pad>", "<end>", "<unk>", "\n", *map(chr, range(32, 127))])}
     tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<pad>", "<end>", "<unk>", *SAID])
-    tokenizer.add_tokens([*SAID.values()])
+    tokenizer.add_special_tokens(["<pad>", "<end>", "<unk>", *says])
+    tokenizer.add_tokens([*says.values()])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>")
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
     return fast
 
 
-def write_model(folder: Path, chat_template: str, said: bool = True, longest: int = 8192) -> Path:
-    """Write a llama that says SAID after its tokens, or with `said` false one with random weights."""
-    tokenizer = write_tokenizer(folder, chat_template)
+def write_model(folder: Path, chat_template: str, said: bool = True, longest: int = 8192, says: dict[str, str] = SAID) -> Path:
+    """Write a llama that says the texts of `says` after their tokens, or with `said` false one with random weights."""
+    tokenizer = write_tokenizer(folder, chat_template, says)
     torch.manual_seed(3)
     described = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -54,7 +54,7 @@ def write_model(folder: Path, chat_template: str, said: bool = True, longest: in
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.fill_(1.0 if "norm" in name else 0.0)
-            for i, (begin, text) in enumerate(SAID.items()):
+            for i, (begin, text) in enumerate(says.items()):
                 first, second = tokenizer.convert_tokens_to_ids([begin, text])
                 model.model.embed_tokens.weight[first, 2 * i] = model.model.embed_tokens.weight[second, 2 * i + 1] = 1.0
                 model.lm_head.weight[second, 2 * i] = model.lm_head.weight[tokenizer.eos_token_id, 2 * i + 1] = 10.0

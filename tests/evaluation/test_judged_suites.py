@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.environments.judge_prompts import NOTE
 from pipeline.evaluation.answers import read_answers
-from pipeline.evaluation.judge_prompts import NOTE
 from tests.evaluation.said_models import JUDGE, NO, POLICY, write_model
 from tests.http_server import serving
 from tests.roles.judges import CHATML, eager_scores, write_judge

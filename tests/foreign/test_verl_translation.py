@@ -435,3 +435,30 @@ def test_notes_say_what_differs(inspect) -> None:
         "strict, reads only",
     ):
         assert text in notes
+
+
+# ---- generative reward models -----------------------------------------------------------------------------------------------
+
+JUDGE = "reward.reward_model"
+
+
+def test_a_generative_reward_model_is_the_judge(recipe, inspect, tmp_path: Path) -> None:
+    words = "data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_model_tokenizer"
+    (tmp_path / "my_score.py").write_text(f"async def compute_score({words}):\n    return 1.0\n")
+    scored = f"reward.custom_reward_function.path={tmp_path}/my_score.py"
+    pool = (f"{JUDGE}.enable=True", f"{JUDGE}.model_path=a/judge", f"{JUDGE}.rollout.name=sglang", scored)
+    apart = (f"{JUDGE}.enable_resource_pool=True", f"{JUDGE}.nnodes=2", f"{JUDGE}.n_gpus_per_node=4")
+    more = (f"{JUDGE}.rollout.tensor_model_parallel_size=4", f"{JUDGE}.rollout.response_length=4096")
+    found = recipe(*pool, *apart, *more)
+    assert (found.judge.model_name, found.judge.vllm_cfg.tensor_parallel_size) == ("a/judge", 4)
+    assert found.judge.vllm_cfg.max_model_len == 2048 + 4096
+    assert (found.cluster.judge.nodes, found.cluster.judge.gpus_per_node) == (2, 4)
+    assert (found.env["reward"].kind, found.env["reward"].timeout_s) == ("my_score.compute_score", 600.0)
+    loaded = inspect(*pool)
+    assert (loaded.recipe.cluster.judge.gpus_per_node, loaded.recipe.judge.vllm_cfg.tensor_parallel_size) == (2, 2)
+    assert any("the judge has 2 GPUs of its own; in verl those of the policy" in note for note in loaded.notes)
+    older = ("reward_model.enable=True", "reward_model.model.path=an/older", "reward_model.rollout.max_model_len=9000", scored)
+    assert (recipe(*older).judge.model_name, recipe(*older).judge.vllm_cfg.max_model_len) == ("an/older", 9000)
+    with refused((f"{JUDGE}.enable", "unsupported")):  # which classifies
+        loaded = inspect(f"{JUDGE}.enable=True", f"{JUDGE}.model_path=a/judge")
+        raise RecipeError(*loaded.problems)

@@ -64,5 +64,19 @@ def test_a_reward_model_has_gpus_of_its_own() -> None:
     assert translation.layer["env"]["reward_model"]["served_by"] == "reward"
 
 
+def test_a_generative_judge_has_a_node_of_its_own() -> None:
+    judge = (
+        "{model_name: ORG/JUDGE, num_workers: 2, tensor_parallel_size: 4, max_model_len: 9000, max_tokens: 64, temperature: 0}"
+    )
+    keys = f"env.llm_judge_async={judge}", "data.default.env_name=llm_judge_async"
+    _, translation = with_keys("grpo", *keys)
+    assert not translation.problems
+    served = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.85, "max_model_len": 9000}
+    assert translation.layer["judge"] == {"model_name": "ORG/JUDGE", "vllm_cfg": served}
+    assert translation.layer["cluster"]["judge"] == {"gpus_per_node": 8}
+    environment = translation.layer["env"]["llm_judge_async"]
+    assert environment["kwargs"] == {"rating": "yes_no", "request": {"temperature": 0.0, "max_tokens": 64}}
+
+
 def test_gpus_must_be_given() -> None:
     assert problem("sft", "cluster.gpus_per_node=null") == ("cluster.gpus_per_node", "too-small")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args, get_type_hints
 
 from launch.recipes.nemo_rl.logger_keys import PRETRAINED
-from launch.recipes.translation.rules import Changed, Ignored, Only, Rule, Same, apply, under
+from launch.recipes.translation.rules import Changed, Done, Ignored, Only, Rule, Same, apply, under
 from launch.recipes.translation.translator import Translator
 from pipeline.config import kind_class
 from pipeline.config.config_tree import RECIPES
@@ -29,9 +29,16 @@ REWARD_MODEL: tuple[Rule, ...] = (
     Ignored("batch_size logprob_batch_size max_model_len max_grad_norm offload_optimizer_for_logprob processor"),
     Ignored("enabled optimizer.* scheduler.* make_sequence_length_divisible_by tokenizer.use_fastokens"),
 )
+JUDGE: tuple[Rule, ...] = (
+    Done("model_name tensor_parallel_size gpu_memory_utilization max_model_len temperature max_tokens stop num_workers"),
+    Ignored("max_concurrency log_dir log_conversations"),
+)
+"""Keys of `llm_judge_async`, which forks of NeMo-RL have (nemo_rl/environments/llm_judge_async_environment.py)."""
+JUDGES = ("llm_judge", "llm_judge_async")
 SWITCHES = ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples")  # not environments
 MULTI_REWARD = "math_multi_reward"
 KINDS = {"math": MATH, "math_default": MATH, MULTI_REWARD: MATH, "reward_model": REWARD_MODEL}
+KINDS |= dict.fromkeys(JUDGES, JUDGE)
 LACKING = {"nemo_gym": "NeMo Gym", "vlm": "images, sound or video"}
 REWARDS = {"correctness": "correct", "format": "format", "integer": "integer"}
 """Rewards of MULTI_REWARD, in the order of grpo.adv_estimator.reward_weights -> check of our kind answer_tags."""
@@ -72,9 +79,32 @@ def _built_in(t: Translator, name: str) -> None:
         t.put(f"{key}.kind", name, key)
         t.put(f"{key}.served_by", "reward", f"{key}.resources.num_nodes")
         apply(t, under(key, REWARD_MODEL))
+    elif name in JUDGES:
+        _judge(t, key)
+        apply(t, under(key, JUDGE))
     else:
         (_several_rewards if name == MULTI_REWARD else _math)(t, key)
         apply(t, under(key, MATH))
+
+
+def _judge(t: Translator, key: str) -> None:
+    """Translate a judge that answers yes or no. `num_workers` of its engines have GPUs besides those of the cluster."""
+    t.put(f"{key}.kind", "llm_judge", key)
+    t.put(f"{key}.timeout_s", 600.0, key)
+    t.put(f"{key}.kwargs.rating", "yes_no", key)
+    asked = {"temperature": 0.0, "max_tokens": 512, "stop": None}
+    request = {name: value for name, default in asked.items() if (value := t.get(f"{key}.{name}", default)) is not None}
+    t.put(f"{key}.kwargs.request", request, key)
+    t.put("judge.model_name", t.get(f"{key}.model_name"), f"{key}.model_name")
+    served = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.85, "max_model_len": None}
+    for name, default in served.items():
+        if (value := t.get(f"{key}.{name}", default)) is not None:
+            t.put(f"judge.vllm_cfg.{name}", value, f"{key}.{name}")
+    engines, size = t.get(f"{key}.num_workers", 1), t.get(f"{key}.tensor_parallel_size", 1)
+    if isinstance(engines, int) and isinstance(size, int):
+        t.put("cluster.judge.gpus_per_node", engines * size, f"{key}.num_workers")
+    t.change(f"{key}.num_workers", "the judge's GPUs are one more node; in NeMo-RL they are some of cluster.gpus_per_node")
+    t.change(key, "kwargs.prompt is the prompt, in a chat; NeMo-RL's is a column, and `yes` anywhere in a reply counts")
 
 
 def _several_rewards(t: Translator, key: str) -> None:

@@ -4,7 +4,7 @@
     hydra_overrides     Hydra's `key=value`, `+key=value`, `++key=value` and `~key`
     verl_defaults       verl's own defaults of the keys that are translated
     verl_translation    the order of the sections
-    loss_and_advantages, batch_sizes, optimizers, train_engines, rollout_section, scored_files, critics,
+    loss_and_advantages, batch_sizes, optimizers, train_engines, rollout_section, scored_files, generative_judge, critics,
     distilling, trainers, supervised
                         tables and functions of the sections
 

@@ -18,6 +18,7 @@ from typing import Any
 from launch.recipes.translation import record_counts
 from launch.recipes.translation.rules import Changed, Done, Ignored, Only, apply
 from launch.recipes.translation.translator import Translator
+from launch.recipes.verl import generative_judge
 
 ANSWER = "reward_model.ground_truth"
 MOST_NAMES = 5  # values of data_source that a message lists
@@ -78,10 +79,6 @@ RULES = (
     ),
     Ignored("data.filter_overlong_prompts_workers data.trust_remote_code data.val_batch_size data.sampler.* data.datagen.*"),
     Ignored("data.apply_chat_template_kwargs _target_"),
-    Only("reward.reward_model.enable reward_model.enable", (False, None), "a reward model beside a score", "false"),
-    Ignored(
-        "reward.reward_model.* reward_model.model.* reward_model.rollout.* reward_model.n* reward_model.enable_resource_pool"
-    ),
     Only("sandbox_fusion.url reward.sandbox_fusion.url", (None,), "a sandbox service", "null: kind=code has a sandbox"),
     Only("reward.reward_manager.source", ("register", None), "a reward manager of the user", "register"),
     Ignored("reward.reward_manager.* sandbox_fusion.* reward.sandbox_fusion.* reward.num_workers reward._target_"),
@@ -96,6 +93,7 @@ def translate(t: Translator, algorithm: str, has_environment: bool) -> None:
     _prompts(t)
     shaping(t, algorithm)
     custom = _custom_score(t)
+    generative_judge.translate(t, custom is not None)
     scores: list[SourceScore | None] = []
     for split, files_key, samples_key in (
         ("train", "data.train_files", "data.train_max_samples"),

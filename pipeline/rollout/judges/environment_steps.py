@@ -13,7 +13,7 @@ import numpy as np
 from pipeline import config
 from pipeline.config import EnvironmentConfig, Recipe, TokenizerConfig
 from pipeline.data.stop_strings import text_before_stop
-from pipeline.environments.environment import AnsweredTurn, Environment, Outcome, ProcessStuck, Unjudged
+from pipeline.environments.environment import AnsweredTurn, Environment, Outcome, ProcessStuck, ServedJudge, Unjudged
 from pipeline.rollout.function_messages import FunctionReply
 from pipeline.sandbox.limits import SandboxError
 from pipeline.types import REWARDS, Prompt, is_reward
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 2.0  # extra time for an environment with a time limit of its own to end what it started
 EXTRACTED_CHARACTERS = 500  # kept of an answer that an environment found in a text
+NOTE_CHARACTERS = 2000  # kept of a note
 FUNCTION_BEGIN, FUNCTION = "the function before its first turn", "the function"
 """Parts of a call that runs a user's rollout function."""
 PARTS_BEFORE_ANSWER = ("", "build", "reset", FUNCTION_BEGIN)
@@ -49,14 +50,15 @@ class EnvironmentSettings:
     grace_s: float = GRACE_S
     apart: dict[str, int] = field(default_factory=dict)  # environments that each judge builds for itself -> their workers
     function: str = ""  # dotted path of the user's rollout function; "": the built-in rollout
+    judge: ServedJudge | None = None  # the generative judge that the job serves
 
     @classmethod
-    def of(cls, recipe: Recipe) -> EnvironmentSettings:
-        """Return the settings of a recipe of an online algorithm."""
+    def of(cls, recipe: Recipe, judge: ServedJudge | None = None) -> EnvironmentSettings:
+        """Return the settings of a recipe of an online algorithm. judge: the generative judge that the job serves."""
         section: Any = config.section(recipe)  # of an algorithm that samples
         chat, steps = recipe.data.apply_chat_template, getattr(section, "max_num_steps", 0)  # an evaluation has no steps
         parts = recipe.env, recipe.policy.tokenizer, chat, section.max_rollout_turns, sys.path, steps
-        return cls(*parts, function=config.rollout_function(recipe))
+        return cls(*parts, function=config.rollout_function(recipe), judge=judge)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -83,7 +85,7 @@ class StepOutcome:
     over: bool  # the environment has ended the episode
     observation: np.ndarray | None  # [O] int32; None if the episode is over, or there is no room for it and one more token
     extracted: str = ""  # see Outcome; at most EXTRACTED_CHARACTERS
-    notes: dict[str, str] = field(default_factory=dict)  # see Outcome; each at most EXTRACTED_CHARACTERS
+    notes: dict[str, str] = field(default_factory=dict)  # see Outcome; each at most NOTE_CHARACTERS
     function: FunctionReply | None = None  # of a rollout function
 
 
@@ -167,7 +169,7 @@ def checked_outcome(outcome: Outcome) -> StepOutcome:
         raise ValueError(f"step returned the reward {reward}; expected {REWARDS}")
     metrics = {encodable(str(name)): float(value) for name, value in outcome.metrics.items()}
     extracted = encodable(str(outcome.extracted))[:EXTRACTED_CHARACTERS]
-    notes = {encodable(str(name)): encodable(str(text))[:EXTRACTED_CHARACTERS] for name, text in outcome.notes.items()}
+    notes = {encodable(str(name)): encodable(str(text))[:NOTE_CHARACTERS] for name, text in outcome.notes.items()}
     return StepOutcome(reward, metrics, outcome.observation is None, None, extracted, notes)
 
 

@@ -90,7 +90,7 @@ class Parent:
             if name in settings.apart:
                 continue
             threads = len(os.listdir("/proc/self/task"))  # also those of libraries, such as OpenMP's or CUDA's
-            self.built |= build_environments.build(settings.env, [name])
+            self.built |= build_environments.build(settings.env, [name], settings.judge)
             if len(os.listdir("/proc/self/task")) > threads:
                 self.threaded[name] = self.built[name].workers
         self._by_pid: dict[int, tuple[JudgeGroup, ForkedJudge]] = {}
@@ -184,7 +184,8 @@ class Parent:
             os._exit(status)
 
     def _stepper(self, group: JudgeGroup) -> EnvStepper | FunctionStepper:
-        environment = group.environment or build_environments.build(self._settings.env, [group.name])[group.name]
+        built = {} if group.environment else build_environments.build(self._settings.env, [group.name], self._settings.judge)
+        environment = group.environment or built[group.name]
         if self._function is None:
             return EnvStepper(environment, self._tokenizer, self._observations, self._settings.max_steps)
         parts = self._tokenizer, self._settings.tokenizer, self._settings.chat, self._observations
