@@ -69,6 +69,7 @@ class Features:
     # Norms of the outputs of attention and MLP, before the residual is added: decoder.layers.3.post_self_attn_layernorm.weight,
     # decoder.layers.3.post_mlp_layernorm.weight.
     sandwich_norms: bool = False
+    joint_head_norms: bool = False  # the norm of queries is over all heads together, and so is that of keys
     embedding_scale: float | None = None  # factor of the embeddings, rounded to the precision of the weights
     score_softcap: float | None = None  # attention scores s become softcap * tanh(s / softcap)
     # Experts as in gpt-oss's checkpoint: weights [in, out], gate and up projection alternating, whole on their ranks.
