@@ -32,7 +32,7 @@ from pipeline.config import (
     uses_megatron,
 )
 from pipeline.models import frozen_names, rope
-from pipeline.models.backend_support import check_attention, check_fsdp, check_megatron_attention
+from pipeline.models.backend_support import check_attention, check_fsdp, check_indexer, check_megatron_attention
 from pipeline.models.mixers import has_states
 from pipeline.models.quantized import FORMATS, format_name
 from pipeline.models.shape import ModelShape
@@ -58,6 +58,7 @@ BALANCED = (
     "deepseek_v3",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "minimax_m2",
     "nemotron_h",
 )  # families with a bias that balances the load of experts
@@ -176,6 +177,8 @@ def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool)
         yield from problems_of(lambda: check_fsdp(model, policy.dtensor_cfg))
         if described:
             yield from problems_of(lambda: _check_shared_heads(policy, model))
+    indexed = SimpleNamespace(model_type=model.get("model_type"), index_topk=model.get("index_topk"))
+    yield from problems_of(lambda: check_indexer(indexed, policy.max_total_sequence_length))
     if model.get("model_type") in models.FAMILIES:
         kind, parameters = _rope(model)
         attention = {"layer_types": model.get("layer_types"), "rope_parameters": {**parameters, "rope_type": kind}}

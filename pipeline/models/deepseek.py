@@ -23,7 +23,13 @@ LATENT_NORM_EPSILON = 1e-6  # of the latents' norms in transformers, for any rms
 
 def transformer(config: PreTrainedConfig) -> dict[str, Any]:
     """Return Megatron-Core's configuration. Raises RecipeError for attention, RoPE and routing that are not described."""
-    decoder.require(config, attention_bias=False, rope_interleave=True, num_key_value_heads=config.num_attention_heads)
+    decoder.require(config, rope_interleave=True)
+    return block(config)
+
+
+def block(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return Megatron-Core's configuration of layers with interleaved RoPE. Raises RecipeError as `transformer` does."""
+    decoder.require(config, attention_bias=False, num_key_value_heads=config.num_attention_heads)
     return {
         **decoder.transformer(config),
         "num_query_groups": config.num_attention_heads,

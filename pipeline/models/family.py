@@ -63,6 +63,14 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Indexer:
+    """The sizes of a layer's indexer, which chooses the keys that a token sees."""
+
+    heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class Features:
     """Features of a model for which TransformerConfig has no arguments. `pipeline/train/megatron/features.py` builds them."""
 
@@ -74,6 +82,7 @@ class Features:
     score_softcap: float | None = None  # attention scores s become softcap * tanh(s / softcap)
     # Experts as in gpt-oss's checkpoint: weights [in, out], gate and up projection alternating, whole on their ranks.
     alternating_experts: bool = False
+    indexer: Indexer | None = None  # of every layer; its weights are stored, and it is not run
     layer_rotary: tuple[str, ...] | None = None  # of each layer, its key in rope_parameters, where layers have their own RoPE
     rotary: bool = True  # whether there is RoPE
     layers: tuple[Layer, ...] | None = None  # of a hybrid model; None: every layer has attention and an MLP or experts

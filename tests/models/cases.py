@@ -13,6 +13,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -161,6 +162,18 @@ def configs() -> dict[str, PreTrainedConfig]:
                 "routed_scaling_factor": 1.8,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
             }
+        ),
+        "glm_moe_dsa": GlmMoeDsaConfig(
+            **{
+                **SHAPE,
+                **LATENT,
+                "n_group": 1,
+                "num_experts_per_tok": 3,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            index_n_heads=2,
+            index_head_dim=8,
+            index_topk=64,
         ),
         "minimax_m2": MiniMaxM2Config(
             **SHAPE,

@@ -72,6 +72,7 @@ CASES = {
     "glm4_moe": ("glm4_moe", {**GLM_EXPERTS, "attention_bias": True, "use_qk_norm": True, "head_dim": 12}),
     "glm4_moe_plain": ("glm4_moe", {**GLM_EXPERTS, "first_k_dense_replace": 9, "num_nextn_predict_layers": 1}),
     "glm4_moe_lite": ("glm4_moe_lite", {**{k: v for k, v in LATENT.items() if k != "first_k_dense_replace"}, "n_group": 1}),
+    "glm_moe_dsa": ("glm_moe_dsa", {**LATENT, "n_group": 1, "index_n_heads": 2, "index_head_dim": 8}),
     "minimax_m2": ("minimax_m2", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4}),
     "qwen3_5_text": ("qwen3_5_text", {**DELTA_NET, "head_dim": 16}),
     "qwen3_5_text_tied": ("qwen3_5_text", {**DELTA_NET, "full_attention_interval": 2, "tie_word_embeddings": True}),

@@ -15,9 +15,9 @@ from pipeline.train.megatron.local_modules import module_device
 class JointNorm(MegatronModule):
     """RMSNorm over the `heads` heads of all tensor-parallel ranks together: a rank's [t, 1, H', D] -> [t, 1, H', D].
 
-    The weight [heads D] is whole on every rank. A rank has gradients for its own heads, which Megatron-Core sums over the ranks,
-    as for all norms of queries and keys. Several ranks have the same head if there are more ranks than heads. Squares are summed
-    in float32 or wider.
+    The weight [heads D] is whole on every rank. A rank has gradients for its own heads; Megatron-Core sums them over the ranks,
+    as for all norms of queries and keys. Several ranks have the same head if there are more ranks than heads. Squares are
+    summed in float32 or wider.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:

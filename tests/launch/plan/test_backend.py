@@ -54,6 +54,9 @@ CONFIGS = {
     "glm4_moe_lite": EXPERTS
     | {"n_routed_experts": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "num_key_value_heads": 8}
     | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10},
+    "glm_moe_dsa": EXPERTS
+    | {"n_routed_experts": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "num_key_value_heads": 8, "first_k_dense_replace": 1}
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "index_topk": 4096},
     "minimax_m2": {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
     "qwen3_5_text": {"intermediate_size": 96, **DELTA_NET},
     "qwen3_5_moe_text": {**EXPERTS, **DELTA_NET, "num_experts": 8, "shared_expert_intermediate_size": 48},
@@ -407,6 +410,8 @@ TP, PP, EP, ETP = (
         (model("qwen3_5_text", linear_num_key_heads=2), sizes(tp=4), TP, "not-divisible"),
         (model("qwen3_5_text", linear_num_value_heads=12), sizes(cp=8), f"{KEY}.context_parallel_size", "not-divisible"),
         (model("qwen3_moe"), sizes(tp=2), f"{KEY}.sequence_parallel", "unsupported"),
+        (model("glm_moe_dsa", index_topk=16), [], MODEL, "unsupported"),
+        (model("glm_moe_dsa", index_topk_freq=2), [], MODEL, "unsupported"),
         (model("nemotron_h", tie_word_embeddings=True), [], MODEL, "unsupported"),
         (model("llama"), [PEFT, f"{KEY}.peft.target_modules=[q_proj]"], f"{KEY}.peft.target_modules", "not-a-choice"),
         (model("gpt_oss"), [PEFT], f"{KEY}.peft.exclude_modules", "unsupported"),

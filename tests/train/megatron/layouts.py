@@ -35,6 +35,7 @@ MIXTURES = (
     "gpt_oss",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "minimax_m2",
     "qwen3_5_moe_text",
 )
@@ -46,6 +47,7 @@ UNEVEN = (
     "nemotron_h_moe",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
 )  # an odd number of layers
 
 
