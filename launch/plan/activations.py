@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from launch.plan.memory_parts import TrainModel
+from pipeline.models.backend_support import CUT_LATENTS
 from pipeline.models.mixers import DeltaNet
 from pipeline.models.shape import ModelShape
 
@@ -218,11 +219,12 @@ def latent_projections(shape: ModelShape, sequence: bool = False) -> float:
 def whole_mixers(shape: ModelShape, sequence: bool) -> float:
     """Return a layer's mean number of parameters of mixers that FSDP2's tensor parallelism leaves whole on every rank.
 
-    These are latent attention and state spaces, and delta nets with sequence parallelism (`pipeline/train/tensor_parallel.py`).
+    These are latent attention or its projections to latents, state spaces, and delta nets with sequence parallelism
+    (`pipeline/train/tensor_parallel.py`).
     Tensor-parallel ranks divide the sequences of whole state spaces and delta nets.
     """
     if shape.latent:
-        return shape.attention_layer
+        return latent_projections(shape) if shape.family in CUT_LATENTS else shape.attention_layer
     if shape.state is None or (isinstance(shape.state, DeltaNet) and not sequence):
         return 0.0
     mixer = shape.state

@@ -36,11 +36,12 @@ from pipeline.models import frozen_names, rope
 from pipeline.models.backend_support import (
     check_attention,
     check_fsdp,
+    check_indexer,
     check_megatron_attention,
     check_router_replay,
 )
 from pipeline.models.mixers import has_states
-from pipeline.models.mxfp4 import is_mxfp4
+from pipeline.models.quantized import FORMATS, format_name
 from pipeline.models.shape import ModelShape
 from pipeline.models.tensors import can_describe
 from pipeline.train.adapters import modules
@@ -60,11 +61,14 @@ SCALED_ROPE_TYPES = (
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """The values that most families support with Megatron-Core. Where transformers describes models, pipeline/models checks."""
 BIASED = ("gpt_oss", "glm4", "glm4_moe")  # families with biases of attention
-DEQUANTIZED = {  # published models in 8 bits -> the same in bfloat16
-    "Kimi-K2-Instruct": "unsloth/Kimi-K2-Instruct-BF16",
-    "DeepSeek-V3": "unsloth/DeepSeek-V3-bf16",
-}
-BALANCED = ("deepseek_v3", "glm4_moe", "nemotron_h")  # families with a bias that balances the load of experts
+BALANCED = (
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "minimax_m2",
+    "nemotron_h",
+)  # families with a bias that balances the load of experts
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Values of model_type that vLLM refuses to serve in float16 (vllm/config/model.py, _FLOAT16_NOT_SUPPORTED_MODELS)."""
 GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # ends of the names of models that sample
@@ -183,6 +187,8 @@ def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool)
         yield from problems_of(lambda: check_fsdp(model, policy.dtensor_cfg))
         if described:
             yield from problems_of(lambda: _check_shared_heads(policy, model))
+    indexed = SimpleNamespace(model_type=model.get("model_type"), index_topk=model.get("index_topk"))
+    yield from problems_of(lambda: check_indexer(indexed, policy.max_total_sequence_length))
     if model.get("model_type") in models.FAMILIES:
         kind, parameters = _rope(model)
         attention = {"layer_types": model.get("layer_types"), "rope_parameters": {**parameters, "rope_type": kind}}
@@ -395,12 +401,11 @@ def _check_engine(key: str, vllm: VLLMConfig, owner: str, model: dict[str, Any])
 
 
 def _check_quantization(key: str, name: str, model: dict[str, Any]) -> Iterator[Problem]:
-    """Refuse a checkpoint in 8 or 4 bits, except MXFP4, and name the same checkpoint in bfloat16 if it is known."""
-    if (quantization := model.get("quantization_config")) and not is_mxfp4(quantization):
-        dequantized = DEQUANTIZED.get(name.rpartition("/")[2])
-        message = f"got a quantized checkpoint ({quantization.get('quant_method')}), which no backend reads; expected MXFP4,"
-        hint = f"{key}={dequantized}" if dequantized else "a copy in bfloat16"
-        yield Problem(key, "unsupported", f"{message} bfloat16 or float32. Try {hint}")
+    """Refuse a quantized checkpoint that ranks do not read in bfloat16."""
+    if (quantization := model.get("quantization_config")) and not format_name(quantization):
+        kind = f"{quantization.get('quant_method')} with blocks of {quantization.get('weight_block_size')}"
+        message = f"got {name}, a quantized checkpoint ({kind}), which no backend reads; expected bfloat16, float32,"
+        yield Problem(key, "unsupported", f"{message} {' or '.join(FORMATS)}. Try a copy in bfloat16")
 
 
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from pipeline.config import (
 )
 from pipeline.config.cluster import AUDIT_AUTO, AUDIT_NONE
 from pipeline.files.stored_files import SECTION, obtain_key
-from pipeline.models.mxfp4 import unpacked
+from pipeline.models.quantized import unpacked
 from pipeline.models.tensors import Tensor, described, tensors
 from pipeline.models.weight_files import read_weight_files
 from pipeline.seams import extras

@@ -17,7 +17,7 @@ from launch.recipes.model_files import is_inside, model_config, model_folder
 from pipeline import config, models
 from pipeline.algorithms import build
 from pipeline.config import PolicyConfig, Problem, Recipe, RecipeError, collected
-from pipeline.models.mxfp4 import is_mxfp4, unpacked
+from pipeline.models.quantized import format_name, unpacked
 from pipeline.models.weight_files import INDEX, SINGLE, TensorEntry, fault_code, file_fault, read_weight_files
 
 OTHER_FILES = (
@@ -120,8 +120,8 @@ def _check_weights(
             model_json = model_config(policy, (), key)
         if (model_json or {}).get("auto_map"):
             notes.append(f"{key}: {folder} has Python code (auto_map in config.json), which never runs")
-        if is_mxfp4((model_json or {}).get("quantization_config")):
-            notes.append(f"{key}: {folder} is in MXFP4; ranks read it in bfloat16, and train and serve it unquantized")
+        if name := format_name((model_json or {}).get("quantization_config")):
+            notes.append(f"{key}: {folder} is in {name}; ranks read it in bfloat16, and train and serve it unquantized")
         if os.path.lexists(folder / "adapter_config.json"):
             notes.append(f"{key}: {folder} has adapters besides the model (adapter_config.json), which are not read")
         if model_json is not None and checks_tensors:
@@ -133,12 +133,12 @@ def tensor_problems(
 ) -> list[Problem]:
     """Return the differences between the stored tensors and those of the model in config.json. Imports torch and transformers.
 
-    Leaves out models in other quantizations than MXFP4, multimodal models and other families; the job checks these first.
+    Leaves out models in quantizations that ranks do not read, multimodal models and other families; the job checks these first.
     """
     if model.get("model_type") not in CHECKED or "text_config" in model:
         return []
     if quantization := model.get("quantization_config"):
-        if not is_mxfp4(quantization):
+        if not format_name(quantization):
             return []
         stored = unpacked(stored)
     from pipeline.models import checkpoint_fit, hugging_face  # import torch and transformers

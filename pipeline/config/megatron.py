@@ -70,16 +70,16 @@ class MegatronLoRAConfig:
     """Low-rank adapters (https://arxiv.org/abs/2106.09685): W + alpha / dim B A. Only A and B are trained.
 
     Modules have Megatron's names. linear_qkv and linear_fc1 share one A between the projections that they fuse. linear_q,
-    linear_k, linear_v, linear_fc1_gate and linear_fc1_up are their parts with an A each, as FSDP2's adapters have it. Routers,
-    convolutions, gpt-oss's experts, and projections of Mamba and gated delta layers get none.
+    linear_k, linear_v, linear_fc1_gate and linear_fc1_up are their parts with an A each, as FSDP2's adapters have it. Mamba and
+    gated delta layers have in_proj and out_proj. Routers, convolutions and gpt-oss's experts get none.
     """
 
     enabled: Bool = False
     """Train adapters in place of all weights."""
     target_modules: list[Text] = field(default_factory=list)
-    """Modules to adapt, by the last part of their names (linear_qkv, linear_proj, linear_fc1, linear_fc2; linear_q, linear_k,
-    linear_v, linear_fc1_gate, linear_fc1_up), or by whole names with *. Empty: all linear layers of the decoder, by their fused
-    names."""
+    """Modules to adapt, by the last part of their names (linear_qkv, linear_proj, linear_fc1, linear_fc2, in_proj, out_proj;
+    linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up), or by whole names with *. Empty: all linear layers of the
+    decoder, by their fused names."""
     exclude_modules: list[Text] = field(default_factory=list)
     """Modules that get no adapter, named as in target_modules, which must be empty."""
     dim: Positive = 8

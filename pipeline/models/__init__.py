@@ -11,7 +11,19 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from pipeline.models import deepseek, gemma3, glm4, glm4_moe, gpt_oss, llama, moe, nemotron_h, qwen3_5
+from pipeline.models import (
+    deepseek,
+    gemma3,
+    glm4,
+    glm4_moe,
+    glm_moe_dsa,
+    gpt_oss,
+    llama,
+    minimax_m2,
+    moe,
+    nemotron_h,
+    qwen3_5,
+)
 from pipeline.models.family import Features, unsupported_model
 from pipeline.seams.entry_points import Registry
 
@@ -40,6 +52,9 @@ _OURS: dict[str, ModuleType] = {
     "gpt_oss": gpt_oss,
     "glm4": glm4,
     "glm4_moe": glm4_moe,
+    "glm4_moe_lite": deepseek,
+    "glm_moe_dsa": glm_moe_dsa,
+    "minimax_m2": minimax_m2,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5,
 }

@@ -15,13 +15,32 @@ PACKED_LAYERS = {
 }
 """The `layer_types` of transformers that can compute packed sequences."""
 
+CUT_LATENTS = ("deepseek_v2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+"""Families whose latent attention FSDP2's tensor parallelism cuts, by transformers' plans."""
+INDEXED = ("glm_moe_dsa", "deepseek_v32")
+"""Families all of whose layers see the keys that an indexer chooses (DeepSeek Sparse Attention)."""
+
+
+def check_indexer(config: Any, max_length: int) -> None:
+    """Raise RecipeError if an indexer would choose among the keys of the longest sequence, which no backend computes.
+
+    config: transformers' configuration. max_length: the longest sequence, in tokens.
+    """
+    chosen = getattr(config, "index_topk", None)
+    if config.model_type in INDEXED and chosen is not None and max_length > chosen:
+        raise unsupported_model(
+            f"{config.model_type} has an indexer that chooses {chosen} keys of each token; expected sequences of at most"
+            f" {chosen} tokens, which see all keys, and policy.max_total_sequence_length is {max_length}"
+        )
+
 
 def check_fsdp(config: Mapping[str, Any], dtensor: DTensorConfig) -> None:
     """Raise RecipeError for a parallelism that FSDP2 does not support with this model.
 
-    The expert-parallel size must divide the number of experts, and models with latent attention need sequence_parallel=false.
+    The expert-parallel size must divide the number of experts, and most models with latent attention need
+    sequence_parallel=false.
     """
-    if dtensor.sequence_parallel and config.get("kv_lora_rank"):
+    if dtensor.sequence_parallel and config.get("kv_lora_rank") and config.get("model_type") not in CUT_LATENTS:
         message = "got true for a model with latent attention, which tensor parallelism leaves whole; expected false"
         raise RecipeError(Problem("policy.dtensor_cfg.sequence_parallel", "unsupported", message))
     key, size = "policy.dtensor_cfg.expert_parallel_size", dtensor.expert_parallel_size
@@ -52,6 +71,7 @@ def check_attention(config: Any) -> None:
     `check_megatron_attention` too.
     """
     unknown = set(getattr(config, "layer_types", None) or []) - PACKED_LAYERS
+    unknown -= {"indexed_attention"} if config.model_type in INDEXED else set()
     if unknown:
         raise unsupported_model(
             f"{config.model_type} has layers with {', '.join(sorted(unknown))}; expected {' or '.join(sorted(PACKED_LAYERS))}"

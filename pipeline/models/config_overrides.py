@@ -21,6 +21,8 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any], key: str
         before = merged.get(name)
         nested = name.endswith("_config") and isinstance(before, Mapping) and isinstance(value, Mapping)
         merged[name] = overridden(before, value, f"{key}.{name}") if nested and before is not None else value
+        if isinstance(before, float) and type(value) is int:  # transformers refuses 0 for 0.0
+            merged[name] = float(value)
     layers, kinds = merged.get("num_hidden_layers"), merged.get("layer_types")
     if "num_hidden_layers" in overrides and "layer_types" not in overrides and isinstance(kinds, list):
         merged["layer_types"] = kinds[:layers]  # the first layers of the model

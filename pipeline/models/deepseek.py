@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437): multi-head latent attention and a mixture of experts.
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437) and GLM-4.7-Flash: multi-head latent attention and a mixture of experts.
 
 The first layers are dense. The others have a shared expert and routed experts, which are chosen from the best groups of experts
 by sigmoid scores plus a bias that balances their load.
@@ -23,7 +23,13 @@ LATENT_NORM_EPSILON = 1e-6  # of the latents' norms in transformers, for any rms
 
 def transformer(config: PreTrainedConfig) -> dict[str, Any]:
     """Return Megatron-Core's configuration. Raises RecipeError for attention, RoPE and routing that are not described."""
-    decoder.require(config, attention_bias=False, rope_interleave=True, num_key_value_heads=config.num_attention_heads)
+    decoder.require(config, rope_interleave=True)
+    return block(config)
+
+
+def block(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return Megatron-Core's configuration of layers with interleaved RoPE. Raises RecipeError as `transformer` does."""
+    decoder.require(config, attention_bias=False, num_key_value_heads=config.num_attention_heads)
     return {
         **decoder.transformer(config),
         "num_query_groups": config.num_attention_heads,
@@ -51,7 +57,7 @@ def _rotary(config: PreTrainedConfig) -> dict[str, Any]:
     mscale = (parameters.get("mscale") or 0.0) if all_dimensions else 1.0
     if not mscale or parameters.get("attention_factor") is not None or not parameters.get("truncate", True):
         raise unsupported_model(
-            "deepseek_v3 does not support YaRN with attention_factor, truncate=false, or mscale_all_dim without mscale"
+            f"{config.model_type} does not support YaRN with attention_factor, truncate=false, or mscale_all_dim without mscale"
         )
     return {
         "rope_type": "yarn",
@@ -96,6 +102,8 @@ def mixture(config: PreTrainedConfig) -> dict[str, Any]:
 
 def sparse_layers(config: PreTrainedConfig) -> list[bool]:
     """Return for each layer whether it has experts."""
+    if kinds := getattr(config, "mlp_layer_types", None):
+        return [kind == "sparse" for kind in kinds]
     return [i >= config.first_k_dense_replace for i in range(config.num_hidden_layers)]
 
 

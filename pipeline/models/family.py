@@ -63,16 +63,26 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Indexer:
+    """The sizes of a layer's indexer, which chooses the keys that a token sees."""
+
+    heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class Features:
     """Features of a model for which TransformerConfig has no arguments. `pipeline/train/megatron/features.py` builds them."""
 
     # Norms of the outputs of attention and MLP, before the residual is added: decoder.layers.3.post_self_attn_layernorm.weight,
     # decoder.layers.3.post_mlp_layernorm.weight.
     sandwich_norms: bool = False
+    joint_head_norms: bool = False  # the norm of queries is over all heads together, and so is that of keys
     embedding_scale: float | None = None  # factor of the embeddings, rounded to the precision of the weights
     score_softcap: float | None = None  # attention scores s become softcap * tanh(s / softcap)
     # Experts as in gpt-oss's checkpoint: weights [in, out], gate and up projection alternating, whole on their ranks.
     alternating_experts: bool = False
+    indexer: Indexer | None = None  # of every layer; its weights are stored, and it is not run
     layer_rotary: tuple[str, ...] | None = None  # of each layer, its key in rope_parameters, where layers have their own RoPE
     rotary: bool = True  # whether there is RoPE
     layers: tuple[Layer, ...] | None = None  # of a hybrid model; None: every layer has attention and an MLP or experts

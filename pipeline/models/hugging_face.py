@@ -27,7 +27,7 @@ from pipeline.models import rope
 from pipeline.models.config_overrides import overridden
 from pipeline.models.config_values import ALIASES
 from pipeline.models.family import SCORE, unsupported_model
-from pipeline.models.mxfp4 import is_mxfp4
+from pipeline.models.quantized import format_name
 from pipeline.models.recorded_layout import Shape, invert, record_all
 
 if TYPE_CHECKING:
@@ -52,15 +52,15 @@ def engine_overrides(policy: PolicyConfig) -> dict[str, Any] | Callable[[PreTrai
     """Return `hf_config_overrides` as the values that vLLM sets on the configuration from the model's config.json.
 
     vLLM sets values one by one, so the result has complete values for keys that depend on each other, such as those of RoPE.
-    For a checkpoint in MXFP4 the result is a function, which changes a configuration into that of the dequantized model: vLLM
-    chooses its loader by the attribute `quantization_config`, which values cannot remove.
+    For a quantized checkpoint that ranks read in bfloat16 the result is a function, which changes a configuration into that of
+    the dequantized model: vLLM chooses its loader by the attribute `quantization_config`, which values cannot remove.
     """
     base = _file_config(policy)
     changed = _difference(base.to_dict(), _overridden(base, policy).to_dict())
     plain = {name: value for name, value in policy.hf_config_overrides.items() if name not in rope.SPELLINGS}
     values = {**{name: value for name, value in plain.items() if not isinstance(value, dict)}, **changed}
     file, _ = type(base).get_config_dict(policy.model_name, local_files_only=True)
-    return functools.partial(_dequantized, values) if is_mxfp4(file.get("quantization_config")) else values
+    return functools.partial(_dequantized, values) if format_name(file.get("quantization_config")) else values
 
 
 def _dequantized(values: dict[str, Any], config: PreTrainedConfig) -> PreTrainedConfig:
@@ -110,7 +110,7 @@ def config_of(values: Mapping[str, Any]) -> PreTrainedConfig:
 def _trained(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration of the model that is trained, from that of its checkpoint."""
     vars(config).pop("model_type", None)  # an alias from the file, which hides the class's
-    if is_mxfp4(getattr(config, "quantization_config", None)):
+    if format_name(getattr(config, "quantization_config", None)):
         vars(config).pop("quantization_config")  # weights are read in bfloat16
     return config
 

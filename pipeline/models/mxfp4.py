@@ -23,15 +23,15 @@ BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK = 32  # inputs that share a scale
 
 
-def is_mxfp4(quantization: Mapping[str, Any] | None) -> bool:
+def is_used(quantization: Mapping[str, Any]) -> bool:
     """Return whether the `quantization_config` of a config.json is that of a checkpoint in MXFP4."""
-    return bool(quantization) and quantization.get("quant_method") == "mxfp4"
+    return quantization.get("quant_method") == "mxfp4"
 
 
 def unpacked(stored: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors of a checkpoint, with one tensor in bfloat16 for each pair of blocks and scales.
 
-    Its file, start and nbytes are those of the blocks. Pairs whose shapes or dtypes do not fit each other stay as they are.
+    Pairs whose shapes or dtypes do not fit each other stay as they are.
     """
     tensors = dict(stored)
     for name, blocks in stored.items():

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig
-from pipeline.models.backend_support import check_attention
+from pipeline.models.backend_support import check_attention, check_indexer
 from pipeline.models.family import SCORE
 from pipeline.models.frozen_names import freeze
 from pipeline.models.hugging_face import layout, meta_model, model_config
@@ -33,6 +33,7 @@ from pipeline.train import compiled, expert_parallel, lora, tensor_parallel
 from pipeline.train.context_parallel import GatherContextParallel, LocalBatch
 from pipeline.train.fsdp_mesh import Meshes
 from pipeline.train.heads import OutputHead
+from pipeline.train.indexers import replace_indexers
 from pipeline.train.initial_weights import ReadBox, initial_weights
 from pipeline.train.kernels import use_kernels
 from pipeline.train.logprobs import VocabularyShard
@@ -158,6 +159,7 @@ def build(
 def _described(policy: PolicyConfig, config: PreTrainedConfig, role: ModelRole, adapted: bool, trains: bool) -> PackedModel:
     """Return the model on the meta device, whole, with the parameters that train. Raises RecipeError if it is not supported."""
     check_attention(config)
+    check_indexer(config, policy.max_total_sequence_length)
     precision = torch.float32 if role.trained and not adapted else getattr(torch, policy.precision)
     hf = meta_model(config, role.head, dtype=precision, attn_implementation=NAME).eval()
     function = check_model(hf, role)
@@ -165,6 +167,7 @@ def _described(policy: PolicyConfig, config: PreTrainedConfig, role: ModelRole, 
     if isinstance(embedding := hf.get_input_embeddings(), nn.Embedding):
         embedding.padding_idx = None
     hf.requires_grad_(trains)
+    replace_indexers(hf)
     freeze_buffers(hf)
     model = PackedModel(hf, OutputHead.of(policy, role, function))
     model.layout = layout(hf)

@@ -16,7 +16,7 @@ from transformers.utils.hub import cached_file
 
 from pipeline.boxes import Box, whole
 from pipeline.config import PolicyConfig, Problem, RecipeError, refuse
-from pipeline.models import checkpoint_fit, mxfp4
+from pipeline.models import checkpoint_fit, quantized
 from pipeline.models.hugging_face import SCORE, auto_model, checkpoint_shapes, on_disk
 from pipeline.models.weight_files import INDEX, SINGLE, WeightFiles, read_weight_files
 from pipeline.train.shards import BoxReader
@@ -51,16 +51,16 @@ def _random(config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
 def _checkpoint(model_name: str, config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
     """Return a reader of the checkpoint's safetensors files, whose tensors have the names and shapes of the model.
 
-    Tensors in MXFP4 are read in bfloat16.
+    Quantized tensors are read in bfloat16.
     """
     reader, files = BoxReader(), checkpoint_files(model_name).tensors
     for name, stored in files.items():
         reader.add(name, stored.shape, stored.path, whole(stored.shape))
-    tensors = mxfp4.unpacked(files)
+    tensors = quantized.unpacked(files)
     body = checkpoint_fit.is_body(tensors, head)
 
     def read(name: str, box: Box) -> torch.Tensor:
-        return reader.read(name, box) if name in files or name not in tensors else mxfp4.read(name, box, reader.read)
+        return quantized.read(name, box, files, reader.read)
 
     def equal(*names: str) -> bool:
         return torch.equal(*(read(name, whole(tensors[name].shape)) for name in names))

@@ -27,6 +27,7 @@ from pipeline.train.adapters.adapted_layers import is_adapted, is_named
 from pipeline.train.adapters.adapter_weights import KEY
 from pipeline.train.adapters.linear import AdaptedLinear, AdapterSwitch
 from pipeline.train.adapters.spec import AdapterSpec
+from pipeline.train.indexers import is_indexer
 from pipeline.train.shards import gather_full, local, local_box
 
 Parameters = Mapping[str, nn.Parameter]
@@ -161,6 +162,7 @@ def inject(hf: PreTrainedModel, config: LoRAConfig, layout: dict[str, list[Piece
     modules = dict(hf.named_modules())
     heads = {name for name, module in modules.items() if module in (hf.get_output_embeddings(), getattr(hf, "score", None))}
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in heads]
+    linear = [name for name in linear if not is_indexer(name.rpartition(".")[0])]
     refuse(_wrong_names(hf, config, [*linear, *experts], heads, experts))
     targets = _targets(config, [*linear, *experts])
     hf.requires_grad_(False)

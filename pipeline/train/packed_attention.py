@@ -23,8 +23,8 @@ from pipeline.train.sequence_bounds import Packing
 NAME = "packed"  # value of a model's `attn_implementation`
 
 # Keywords that models pass and that have no effect here: queries and keys already contain the positions, the policy is always
-# in evaluation mode without dropout, and the layer number is informative only.
-_WITHOUT_EFFECT = {"position_ids", "position_embeddings", "dropout", "layer_idx"}
+# in evaluation mode without dropout, the layer number is informative only, and indexers choose all keys (`indexers.py`).
+_WITHOUT_EFFECT = {"position_ids", "position_embeddings", "dropout", "layer_idx", "indices"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,10 @@ class Local:
     window: int | None = None
     chunk: int | None = None
 
+    def __getitem__(self, _: Any) -> Local:
+        """Return the same, as the part of a mask that an indexer gets."""
+        return self
+
 
 def packed_mask(
     *args: Any,
@@ -41,18 +45,20 @@ def packed_mask(
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
     config: Any = None,
     **kwargs: Any,
 ) -> Local | None:
     """Return the value that stands for a mask in transformers' interface: None for a plain causal mask, else a `Local`.
 
+    allow_is_causal_skip: False if the model needs a mask even if it is plain.
     Raises ValueError for masks that packed attention does not support.
     """
     united = getattr(mask_function, "__qualname__", "").startswith("or_masks")
     if attention_mask is not None or use_vmap or united or "allow_is_bidirectional_skip" in kwargs:
         raise ValueError("packed attention supports causal masks only, with windows or chunks")
     if local_size is None:
-        return None
+        return None if allow_is_causal_skip else Local()
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     if window is not None and chunk is not None:
         raise ValueError(f"the configuration has both sliding_window {window} and attention_chunk_size {chunk}")

@@ -219,7 +219,7 @@ def compute_shared(
     parts = groups_of_parts(tensor, context)
     copies = tensor.group if tensor is not None and not tensor.sequence else None
     if copies is not None:
-        hidden = _Copy.apply(hidden, copies)
+        hidden = Copy.apply(hidden, copies)
     for group in parts:
         hidden = GatherRows.apply(hidden, group)
     order = torch.arange(len(hidden)) if context is None else sequence_order(context.lengths, context.group.size())
@@ -268,7 +268,7 @@ def _own_draws(rank: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-class _Copy(torch.autograd.Function):
+class Copy(torch.autograd.Function):
     """Returns rows that are the same on all ranks of a group; the backward pass sums the gradients of the ranks."""
 
     @staticmethod

@@ -10,6 +10,9 @@ If there are more ranks than key-value heads, ranks share heads. The rows of k_p
 same. The ranks gather keys and values, and each computes attention with the head that its queries use. The backward pass sums
 the gradients of the ranks that share a head. Megatron-Core does the same.
 
+Latent attention is cut where the model's plan does so (not DeepSeek-V3's). Its down-projection of keys and values stays whole.
+The part of its output that becomes the keys' rotary part gets the gradients of a rank's own heads, which are summed.
+
 Experts are not cut: see expert_parallel.py. Mixers with states are not cut either; each rank computes some of their sequences
 (sequence_resets.py). But without sequence parallelism, mixers that the model's plan cuts (Qwen3.5's) are cut.
 `block_styles` completes the plans of hybrid models. Not supported, with an error that names the style: packed projections.
@@ -35,9 +38,11 @@ from pipeline.train.adapters.linear import AdaptedLinear
 from pipeline.train.context_parallel import GatherRows
 from pipeline.train.expert_parallel import expert_modules
 from pipeline.train.logprobs import VocabularyShard
-from pipeline.train.sequence_resets import is_whole, mixers
+from pipeline.train.sequence_resets import Copy, is_whole, mixers
 
 KEY = "policy.dtensor_cfg.tensor_parallel_size"
+LATENT_KEYS = "mla_kv_a_proj"
+"""transformers' style of the down-projection of keys and values in latent attention."""
 
 
 class _ColumnsOfGathered(ColwiseParallel):
@@ -86,7 +91,10 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
         if id(module) in parts:  # with sequence parallelism, each sequence of a mixer is computed on one rank
             continue
         gathered += [name] if style == "colwise_gather_output" and _block(name) else []
-        if style == "replicated_with_grad_allreduce":
+        if style == LATENT_KEYS:
+            if not sequence:  # with it, all gradients before the column-wise layers of a block are partial sums
+                module.register_forward_hook(_sum_rotary(hf.config.qk_rope_head_dim, mesh.get_group()))
+        elif style == "replicated_with_grad_allreduce":
             partial += [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
         elif isinstance(module, AdaptedLinear):
             base = f"{name}.base_layer"
@@ -163,6 +171,19 @@ def _gather_input(group: dist.ProcessGroup) -> Callable[..., tuple[tuple, dict]]
     return gather
 
 
+def _sum_rotary(size: int, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
+    """Return a forward hook of latent attention's down-projection [..., latent + size], whose backward sums the last gradients.
+
+    size: the entries of a key's rotary part, which all heads share.
+    """
+
+    def copy(_layer: nn.Module, _inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        latent, rotary = output.tensor_split([-size], -1)
+        return torch.cat([latent, Copy.apply(rotary, group)], -1)
+
+    return copy
+
+
 def _name(hf: PreTrainedModel, target: nn.Module) -> str:
     return next(name for name, module in hf.named_modules() if module is target)
 
@@ -187,8 +208,10 @@ def expand(hf: PreTrainedModel) -> dict[str, str]:
         planned, states = {_block(name) for name in expanded}, _parts(hybrid)
         blocks = {name: hf.get_submodule(name) for name in modules if name not in planned}
         expanded |= block_styles({name: block for name, block in blocks.items() if id(block) not in states})
-    for name in modules:  # norms of heads that are cut, which some plans (GLM-4.5's) leave out
+    for name in modules:  # layers that some plans leave out
         block, _, leaf = name.rpartition(".")
+        if leaf == "q_proj" and expanded.get(f"{block}.kv_b_proj") == "colwise":  # queries without a latent
+            expanded.setdefault(name, "colwise")
         if leaf in ("q_norm", "k_norm") and expanded.get(f"{block}.{leaf[0]}_proj") == "colwise":
             expanded.setdefault(name, "replicated_with_grad_allreduce")
     used = {_generic(name) for name in expanded}

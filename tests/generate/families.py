@@ -71,6 +71,7 @@ LONG = {
     "glm": ("Glm", {"head_dim": 16}),
     "glm4": ("Glm4", {"head_dim": 16}),
     "glm4_moe": ("Glm4Moe", {**MIXTURE, "n_routed_experts": 4, "head_dim": 16, "first_k_dense_replace": 1}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**MIXTURE, **LATENT, "n_group": 1, "topk_method": "noaux_tc"}),
     "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "tie_word_embeddings": True}),
     "gpt_bigcode": ("GPTBigCode", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "tie_word_embeddings": True}),
     "gpt_j": ("GPTJ", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8}),
@@ -209,8 +210,8 @@ REFUSED = {"phi": ("Phi", {"num_key_value_heads": 4})}
 FAMILIES = SHORT | LONG | REFUSED
 # one that is only used in a mixture's config
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
-# vLLM has no pipeline stages for the first two, none for one dense layer of the third, and its loader of the last fails.
-UNSTAGED = {"mamba2", "zamba2", "glm4_moe", "granite_moe_hybrid"}
+# vLLM has no pipeline stages for the first two, none for one dense layer of GLM-4.5 and 4.7, and its loader of the last fails.
+UNSTAGED = {"mamba2", "zamba2", "glm4_moe", "glm4_moe_lite", "granite_moe_hybrid"}
 
 
 def save_config(family: str, folder: Path) -> None:

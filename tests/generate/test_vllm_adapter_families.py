@@ -34,6 +34,11 @@ FAMILIES = {  # {name: (configuration class, its fields besides SHAPE, target_mo
     "glm4": ("Glm4", {}, [*ATTENTION, "linear_fc2"]),
     "qwen3_moe": ("Qwen3Moe", {**MIXTURE, "num_experts": 4}, ATTENTION),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ATTENTION),
+    "nemotron_h": (
+        "NemotronH",
+        {"mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 1, "ssm_state_size": 16, "hybrid_override_pattern": "M*-"},
+        [*ATTENTION, "in_proj", "out_proj"],
+    ),
     "glm4_moe": (
         "Glm4Moe",
         {**MIXTURE, "n_routed_experts": 4, "first_k_dense_replace": 1},
@@ -53,6 +58,7 @@ def test_adapters_equal_merged_weights(family, tmp_path):
     kind, fields, targets = FAMILIES[family]
     weights = save(tmp_path, getattr(transformers, f"{kind}Config")(**SHAPE | fields))
     section = policy(tmp_path, "vllm")
+    section.generation.vllm_cfg.enable_prefix_caching = family != "nemotron_h"  # it needs chunked prefill with states
     peft = MegatronLoRAConfig(True, dim=4, alpha=6, target_modules=targets)
     section.megatron_cfg = MegatronConfig(enabled=True, peft=peft)
     served = served_adapters(section)

@@ -12,8 +12,11 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     NemotronHConfig,
@@ -149,6 +152,37 @@ def configs() -> dict[str, PreTrainedConfig]:
             num_experts_per_tok=2,
             moe_intermediate_size=12,
             routed_scaling_factor=1.5,
+        ),
+        "glm4_moe_lite": Glm4MoeLiteConfig(
+            **{
+                **SHAPE,
+                **{name: value for name, value in LATENT.items() if name != "first_k_dense_replace"},
+                "n_group": 1,
+                "n_shared_experts": 1,
+                "routed_scaling_factor": 1.8,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        ),
+        "glm_moe_dsa": GlmMoeDsaConfig(
+            **{
+                **SHAPE,
+                **LATENT,
+                "n_group": 1,
+                "num_experts_per_tok": 3,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            index_n_heads=2,
+            index_head_dim=8,
+            index_topk=64,
+        ),
+        "minimax_m2": MiniMaxM2Config(
+            **SHAPE,
+            head_dim=16,
+            rotary_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            scoring_func="sigmoid",  # this and the next for vLLM
+            use_routing_bias=True,
         ),
         "qwen3_5_text": Qwen3_5TextConfig(**SHAPE, **DELTA_NET),
         "qwen3_5_moe_text": Qwen3_5MoeTextConfig(

@@ -23,6 +23,7 @@ def test_every_linear_layer_can_be_named_and_no_other(case):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+    linear = [name for name in linear if ".indexer." not in name]  # not run
     described_model = config.to_dict()
     layers = [*linear, *expert_parameters(model)]
     chosen = LoRAConfig(enabled=True, match_all_linear=False, target_modules=[*layers, *{n.split(".")[-1] for n in layers}])

@@ -74,6 +74,10 @@ def test_a_model_unsupported_by_a_train_backend_is_a_problem():
     assert problems("gemma3_text", megatron, attention_bias=True) == {MODEL}
     cut = PolicyConfig(dtensor_cfg=DTensorConfig(tensor_parallel_size=2), max_total_sequence_length=64)
     assert problems("llama", cut, attention_bias=True) == set()
+    sequence = replace(cut, dtensor_cfg=replace(cut.dtensor_cfg, sequence_parallel=True))
+    assert problems("deepseek_v3", sequence) == {("policy.dtensor_cfg.sequence_parallel", "unsupported")}
+    assert problems("glm4_moe_lite", sequence) == problems("glm_moe_dsa", sequence, index_topk=64) == set()
+    assert problems("glm_moe_dsa", cut, index_topk=63) == {MODEL}
     assert problems("deepseek_v3", cut) == problems("mixtral", cut) == set()
     assert refused({"model_type": "bloom"}, cut) == set()
 

@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from tests.train import cases
 
 WINDOW = 4  # shorter than most of `cases.LENGTHS`
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12}
+LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -50,6 +52,13 @@ def configs() -> dict[str, PreTrainedConfig]:
             topk_group=1,
             use_qk_norm=True,
             rope_parameters={"partial_rotary_factor": 0.5, "rope_theta": 1e4, "rope_type": "default"},
+        ),
+        "glm4_moe_lite": _config(
+            "glm4_moe_lite",
+            **experts,
+            **LATENT,
+            n_routed_experts=4,
+            rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
         ),
         "phi": _config("phi", partial_rotary_factor=0.5),  # with biases, of the head too
         "phi3": _config("phi3"),  # joint projections

@@ -256,7 +256,8 @@ def eager(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[list[torch.
     # Rotary frequencies are made with the model, in float32; keep to these, so that only rounding differs.
     logprobs, total = logprobs_and_loss(model)
     total.backward()
-    return logprobs, {name: parameter.grad for name, parameter in model.named_parameters()}, total.detach()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return logprobs, gradients, total.detach()
 
 
 def logprobs_and_loss(model: nn.Module) -> tuple[list[torch.Tensor], torch.Tensor]:

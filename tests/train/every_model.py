@@ -55,7 +55,10 @@ HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_gr
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}  # for models that need them; eager gives padding no gradient
 OWN: dict[str, dict[str, Any]] = {  # keys that a family needs besides, or (None) that it must not get
     **dict.fromkeys(
-        ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear", "longcat_flash", "minicpm3", "youtu"),
+        (
+            *("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear"),
+            *("longcat_flash", "minicpm3", "youtu"),
+        ),
         LATENT,
     ),
     "falcon": {"head_dim": None, "num_kv_heads": 4, "new_decoder_architecture": False, "alibi": False},

@@ -40,8 +40,8 @@ def test_kinds_over_context_parallel_ranks(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [Layout(1, 2), Layout(1, 2, sequence=True)], ids=lambda layout: layout.name)
-def test_joint_projections_over_tensor_parallel_ranks(layout, tmp_path):
-    names = ("glm4", "phi3", "olmo2")
+def test_joint_and_latent_projections_over_tensor_parallel_ranks(layout, tmp_path):
+    names = ("glm4", "phi3", "olmo2", "glm4_moe_lite")
     attention_models.write(tmp_path, names)
     ranks.run(functools.partial(over_ranks, names), layout, tmp_path)
 

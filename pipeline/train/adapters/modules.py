@@ -19,6 +19,8 @@ from pipeline.train.adapters.spec import A, AdapterSpec, in_transformers
 KEY = "policy.megatron_cfg.peft"
 EXPERTS = "*.local_experts.*"
 """The pattern that matches the layers of all routed experts."""
+OF_MIXERS = ("in_proj", "out_proj")
+"""The projections of state spaces and delta nets."""
 Shape = tuple[int, ...]
 Choice = str | None
 """The adapter of one source of a module's weight.
@@ -86,10 +88,6 @@ def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], pref
     parameters: {global name: parameter} of the whole model. Raises RecipeError for a name in the recipe that matches no module,
     and for a module that cannot have an adapter.
     """
-    if not config.target_modules and any(name.endswith(".in_proj.weight") for name in parameters):
-        suffixes = ", ".join(sorted({name.rpartition(".")[2] for name, _ in _linear(parameters, prefix)}))
-        message = "got no names for a model with recurrent states, whose projections cannot have adapters; expected some of:"
-        raise RecipeError(Problem(f"{KEY}.target_modules", "unsupported", f"{message} {suffixes}"))
     unmatched = {("target_modules", name) for name in config.target_modules}
     if not config.target_modules:  # else one of the two is refused before
         unmatched |= {("exclude_modules", name) for name in config.exclude_modules}
@@ -146,7 +144,8 @@ def _linear(parameters: Mapping[str, Parameter], prefix: str) -> Iterator[tuple[
     """Yield (name of the module, its weight) of every linear layer whose name begins with `prefix`."""
     for name, parameter in parameters.items():
         module, _, kind = name.rpartition(".")
-        if kind == "weight" and module.startswith(prefix) and module.rpartition(".")[2].startswith("linear_"):
+        suffix = module.rpartition(".")[2]
+        if kind == "weight" and module.startswith(prefix) and (suffix.startswith("linear_") or suffix in OF_MIXERS):
             yield module, parameter
 
 

@@ -31,9 +31,11 @@ from pipeline.models.family import Features, unsupported_model
 from pipeline.models.mixers import DeltaNet, Layer
 from pipeline.train.megatron.delta_net import DeltaNetMixer
 from pipeline.train.megatron.gpt_oss_experts import AlternatingExperts
+from pipeline.train.megatron.joint_norm import JointNorm
 from pipeline.train.megatron.local_modules import PackedAttention
 from pipeline.train.megatron.mixer import MixerSubmodules
 from pipeline.train.megatron.state_space import StateSpaceMixer
+from pipeline.train.megatron.stored_indexer import IndexedLatentAttention
 
 
 class FeaturedLayer(TransformerLayer):
@@ -105,6 +107,13 @@ def with_features(
             layer.submodules.self_attention.submodules.core_attention = attention
         if shares_heads and getattr(layer.submodules.self_attention, "module", None) is SelfAttention:
             layer.submodules.self_attention.module = SharedHeadsAttention
+        if features.indexer is not None:
+            spec = layer.submodules.self_attention
+            spec.module, spec.params = IndexedLatentAttention, {**spec.params, "indexer": features.indexer}
+        if features.joint_head_norms:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = ModuleSpec(JointNorm, params={"heads": config.num_attention_heads})
+            attention.k_layernorm = ModuleSpec(JointNorm, params={"heads": config.num_query_groups})
         if features.alternating_experts:
             layer.submodules.mlp.submodules.experts = AlternatingExperts
         if features.sandwich_norms or features.layer_rotary is not None:

@@ -28,7 +28,7 @@ from pipeline import models
 from pipeline.boxes import Region
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.files.stored_files import FileKey
-from pipeline.models.backend_support import check_attention, check_megatron_attention
+from pipeline.models.backend_support import check_attention, check_indexer, check_megatron_attention
 from pipeline.models.family import unsupported_model
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape, copy_pieces, restrict
@@ -67,6 +67,7 @@ class MegatronBackend(TrainBackend):
         self.data_size = parallel_state.get_data_parallel_world_size()
         hf = model_config(policy, role.head)
         check_attention(hf)
+        check_indexer(hf, policy.max_total_sequence_length)
         check_megatron_attention(hf, policy.max_total_sequence_length)
         self._shapes, _ = checkpoint_shapes(hf, role.head)
         self._stage = build(policy, hf, role.head).to(self.device)

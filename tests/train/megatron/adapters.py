@@ -46,7 +46,6 @@ KINDS = {
 }
 WHOLE = {  # families whose other modules can have no adapters -> targets
     "gpt_oss": ["linear_qkv", "linear_proj"],
-    "nemotron_h_moe": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
 }
 JOINT = ("gemma3_text", "gpt_oss", "glm4", "glm4_moe", "nemotron_h_moe")  # compared with a shared A only
 LATENT = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]

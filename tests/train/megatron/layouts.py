@@ -34,10 +34,21 @@ MIXTURES = (
     "nemotron_h_moe",
     "gpt_oss",
     "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "minimax_m2",
     "qwen3_5_moe_text",
 )
 WHOLE_EXPERTS = ("gpt_oss",)  # tensor parallelism cannot split the experts
-UNEVEN = ("qwen3_moe", "deepseek_v3", "deepseek_v3_plain", "nemotron_h_moe", "glm4_moe")  # an odd number of layers
+UNEVEN = (
+    "qwen3_moe",
+    "deepseek_v3",
+    "deepseek_v3_plain",
+    "nemotron_h_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+)  # an odd number of layers
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ OF_EACH_KIND = ("qwen2", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gemma3_text"
 # those are cut, kinds of RoPE where sequences are cut, and kinds of router where experts are spread.
 QUICK = {
     ONE: ONE.families,
-    TP2_SP: ("qwen2", "qwen3_tied", "gemma3_text"),
+    TP2_SP: ("qwen2", "qwen3_tied", "gemma3_text", "minimax_m2"),
     CP2: ("llama_yarn", "deepseek_v3", "nemotron_h"),
     TP2_EP2_SP: ("deepseek_v3_plain", "gpt_oss", "nemotron_h_moe"),
 }
