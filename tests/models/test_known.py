@@ -35,8 +35,8 @@ STATED = {  # by the metadata of their safetensors files, but for copies of a ti
     "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
     "mistralai/Mistral-Nemo-Instruct-2407": 12_247_782_400,
     "google/gemma-3-1b-it": 999_885_952,
-    # Without the encoders of pictures and sound, and without a scalar for each layer, which is a buffer. The E2B's file has keys
-    # and values for layers that share those of others.
+    # Without the encoders of pictures and sound, and without a scalar for each layer, which is a buffer. The E2B's file has
+    # keys and values for layers that share those of others.
     "google/gemma-4-E2B-it": 5_123_178_051 - 475_728_160 - 35 - 18_880_512,
     "google/gemma-4-26B-A4B-it": 25_805_936_206 - 572_794_416 - 30,
     "google/gemma-4-31B-it": 31_273_088_876 - 575_743_536 - 60,
