@@ -435,7 +435,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
     for name, width in (("MLP", shape.dense_width), ("shared experts", shape.shared_width)):
         size = policy.megatron_cfg.tensor_model_parallel_size
         yield from _indivisible(
-            f"{MEGATRON}.tensor_model_parallel_size", size, width, f"the intermediate size of the model's {name},"
+            f"{MEGATRON}.tensor_model_parallel_size", size, int(width), f"the intermediate size of the model's {name},"
         )
     yield from _check_state(policy, shape)
     yield from _check_experts(policy, shape, family)

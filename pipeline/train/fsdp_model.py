@@ -118,7 +118,7 @@ def build(
     use_kernels(policy, hf, device)
     resets = reset_sequences(language_model(hf), layers, model.tensor_ranks)
     model.shares_prompts = not resets and not (model.adapters is not None and model.adapters.spec.dropout > 0)
-    mixture = resets or any(parameter.dim() > 2 for parameter in hf.parameters())
+    mixture = resets or any(parameter.dim() > 2 for parameter in language_model(hf).parameters())
     model.compiled = like.compiled if like is not None else compiled.should_compile(policy, device, mixture)
     if model.compiled:
         compiled.compile_layers(layers, policy.deterministic or device.type == "cpu")
