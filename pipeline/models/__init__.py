@@ -30,7 +30,6 @@ def _installed(path: str) -> ModuleType:
 _OURS: dict[str, ModuleType] = {
     "llama": llama,
     "mistral": llama,
-    "ministral3": llama,
     "qwen2": llama,
     "qwen3": llama,
     "qwen3_moe": moe,
@@ -43,6 +42,7 @@ _OURS: dict[str, ModuleType] = {
     "glm4_moe": glm4_moe,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5,
+    "ministral3": llama,
 }
 FAMILIES: Registry[ModuleType] = Registry("hetstep.families", _OURS, _installed)
 """`model_type` of a config.json -> the module that describes it."""
