@@ -204,7 +204,7 @@ def norms(shape: ModelShape) -> tuple[int, bool, int]:
     if shape.latent:
         return 2, False, shape.norms_layer - 2 * shape.hidden
     count, remainder = divmod(shape.norms_layer, shape.hidden)
-    return count, remainder == 2 * shape.head_dim, 0
+    return count, remainder > 0, 0
 
 
 def latent_projections(shape: ModelShape, sequence: bool = False) -> float:

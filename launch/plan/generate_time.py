@@ -61,8 +61,8 @@ class Engine:
         If there are more tensor-parallel ranks than key-value heads, several ranks hold the same head. All ranks hold latents.
         """
         shape = self.shape
-        heads = 1 if shape.latent else min(self.tensor, shape.kv_heads)
-        return shape.kv_width * shape.attention_layers * self.rates.itemsize / heads / (self.ranks // self.tensor)
+        width = shape.rank_kv_width(self.tensor)
+        return width * shape.attention_layers * self.rates.itemsize / (self.ranks // self.tensor)
 
     def read(self, context: float) -> float:
         """Return the bytes of cache and states that a rank reads and writes to add a token to a sequence of `context` tokens.

@@ -67,15 +67,9 @@ class EngineRank:
         return -(-self.shape.layers // self.stages)
 
     @property
-    def kv_heads(self) -> int:
-        """Return the number of key-value heads on one rank."""
-        return max(1, self.shape.kv_heads // self.tensor)  # vLLM copies heads where there are fewer than ranks
-
-    @property
-    def cache_elements(self) -> int:
+    def cache_elements(self) -> float:
         """Return the number of elements of KV cache that a rank holds for each token."""
-        layers = -(-self.shape.attention_layers // self.stages)
-        return layers * (self.shape.kv_width if self.shape.latent else 2 * self.kv_heads * self.shape.head_dim)
+        return -(-self.shape.attention_layers // self.stages) * self.shape.rank_kv_width(self.tensor)
 
     def state_bytes(self, state_size: int) -> float:
         """Return the bytes of a sequence's states on this rank. state_size: the bytes of an element of a head's state."""
@@ -106,7 +100,8 @@ class EngineRank:
         """
         shape = self.shape
         ends = 1 if shape.tied or self.stages > 1 else 2  # the first stage has the embedding, the last one the head
-        return self.linear + self.layers / shape.layers * shape.other + ends * self.rows * shape.hidden
+        embeddings = ends * self.rows * shape.hidden + shape.tables / self.tensor
+        return self.linear + self.layers / shape.layers * shape.other + embeddings
 
     @property
     def received(self) -> float:
@@ -239,7 +234,7 @@ def small_cache(recipe: Recipe, memory: GenerateMemory) -> str:
 
 def _cpu_cache(rank: EngineRank, longest: int, sequences: int) -> float:
     """Return the bytes of KV cache for all layers, as `_cpu_cache_bytes` of pipeline/generate/vllm.py computes them."""
-    block_bytes = BLOCK[False] * 2 * rank.shape.attention_layers * rank.kv_heads * rank.shape.head_dim * rank.size
+    block_bytes = BLOCK[False] * rank.shape.attention_layers * rank.shape.rank_kv_width(rank.tensor) * rank.size
     blocks = -(-longest // BLOCK[False])
     return max(min((sequences * blocks + 1) * block_bytes, CPU_CACHE_BYTES), (blocks + 1) * block_bytes)
 

@@ -114,6 +114,7 @@ class RankMemory:
         stage, hidden = self.stage, self.model.shape.hidden
         dense = stage.sparse * self._layer(True) + stage.dense * self._layer(False)
         dense += self._rows * hidden * stage.first + (hidden + self._head) * stage.last
+        dense += (self.model.shape.tables / self.layout.tensor + self.model.shape.layer_inputs) * stage.first
         return RankParameters(dense, stage.sparse * self._experts)
 
     @property

@@ -228,6 +228,7 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
         yield from _check_engine("policy.generation.vllm_cfg", policy.generation.vllm_cfg, "the model's", model)
         if policy.max_total_sequence_length <= _longest(model):  # _check_attention reports the other case
             yield from _check_sampled_length("policy", policy, recipe.cluster.generate, model)
+        yield from _check_query_scale(policy, model)
     if uses_megatron(policy):  # may raise RecipeError
         yield from _check_megatron(key, policy, model, served, is_described(recipe))
     elif is_described(recipe):
@@ -292,7 +293,8 @@ def _check_attention(recipe: Recipe, section: str, policy: PolicyConfig, model: 
         key, size = "policy.dtensor_cfg.tensor_parallel_size", policy.dtensor_cfg.tensor_parallel_size
         if uses_megatron(policy):
             key, size = f"{MEGATRON}.tensor_model_parallel_size", policy.megatron_cfg.tensor_model_parallel_size
-        yield from _check_heads(key, size, owner, heads, model.get("num_key_value_heads") or heads)
+        for kv_heads in _kv_heads(model):
+            yield from _check_heads(key, size, owner, heads, kv_heads)
     limit = _longest(model)
     if limit and policy.max_total_sequence_length > limit and not _extrapolates(recipe, model):
         message = f"got {policy.max_total_sequence_length}; expected at most {limit}, {owner} max_position_embeddings"
@@ -321,6 +323,14 @@ def notes(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[str]:
             if 0 < limit < length and _extrapolates(recipe, model):
                 what = f"{length} tokens are more than {_owner(section)} max_position_embeddings, {limit}"
                 yield f"policy.max_total_sequence_length: {what}. It computes the positions beyond, without having learned them"
+
+
+def _kv_heads(model: Mapping[str, Any]) -> set[int]:
+    """Return the numbers of key-value heads of a config.json's layers: Gemma 4's full attention has fewer than its windows."""
+    numbers = [model.get("num_key_value_heads") or model["num_attention_heads"]]
+    numbers += [layer.get("num_key_value_heads") for layer in (model.get("per_layer_config") or {}).values()]
+    numbers += [model.get("num_global_key_value_heads")] * bool(model.get("attention_k_eq_v"))
+    return {number for number in numbers if number}
 
 
 def _check_heads(key: str, size: int, owner: str, heads: int, kv_heads: int) -> Iterator[Problem]:
@@ -383,10 +393,25 @@ def _check_sampled_length(
         yield Problem(key, "too-large", f"{message}. {hint}")
 
 
+def _check_query_scale(policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
+    """Refuse lengths at which trainers scale queries and vLLM does not: it reads this scale only in Mistral's own format.
+
+    transformers multiplies the query at position p by 1 + beta log(1 + floor(p / original_max_position_embeddings))
+    (models/ministral3/modeling_ministral3.py); for vLLM see MistralAttention in model_executor/models/mistral.py.
+    """
+    _, rope = _rope(model)
+    original, length = rope.get("original_max_position_embeddings") or 0, policy.max_total_sequence_length
+    if rope.get("llama_4_scaling_beta") and policy.generation.backend == "vllm" and length > original:
+        message = (
+            f"got {length}; expected at most {original}: training scales the queries of later positions, and vLLM does not"
+        )
+        yield Problem("policy.max_total_sequence_length", "too-large", f"{message} (llama_4_scaling_beta)")
+
+
 def _check_engine(key: str, vllm: VLLMConfig, owner: str, model: dict[str, Any]) -> Iterator[Problem]:
-    heads = model["num_attention_heads"]
-    kv_heads = model.get("num_key_value_heads") or heads
-    yield from _check_heads(f"{key}.tensor_parallel_size", vllm.tensor_parallel_size, owner, heads, kv_heads)
+    for kv_heads in _kv_heads(model):
+        heads = model["num_attention_heads"]
+        yield from _check_heads(f"{key}.tensor_parallel_size", vllm.tensor_parallel_size, owner, heads, kv_heads)
     experts: int = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0
     size = vllm.expert_parallel_size
     if size > 1 and not experts:
@@ -394,7 +419,10 @@ def _check_engine(key: str, vllm: VLLMConfig, owner: str, model: dict[str, Any])
     elif size > 1:
         yield from _indivisible(f"{key}.expert_parallel_size", size, experts, "the model's number of experts,")
     stages = vllm.pipeline_parallel_size
-    if stages > (layers := model.get("num_hidden_layers", stages)):
+    if stages > 1 and model.get("num_kv_shared_layers"):
+        message = f"got {stages} for a model whose layers share keys and values, which vLLM's stages cannot; expected 1"
+        yield Problem(f"{key}.pipeline_parallel_size", "unsupported", message)
+    elif stages > (layers := model.get("num_hidden_layers", stages)):
         yield Problem(
             f"{key}.pipeline_parallel_size", "too-large", f"got {stages}; expected at most the model's {layers} layers"
         )
@@ -419,7 +447,8 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
     """
     family = str(model.get("model_type"))
     if family not in models.FAMILIES:
-        message = f"got a '{family}' model; the Megatron backend supports only {', '.join(models.FAMILIES)}"
+        reason = f", {models.NOT_ON_MEGATRON[family]}" if family in models.NOT_ON_MEGATRON else ""
+        message = f"got a '{family}' model{reason}; the Megatron backend supports only {', '.join(models.FAMILIES)}"
         hint = "Try policy.dtensor_cfg.enabled=true with policy.megatron_cfg.enabled=false, which supports more models"
         yield Problem(key, "unsupported", f"{message}. {hint}")
         return
@@ -434,7 +463,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
     for name, width in (("MLP", shape.dense_width), ("shared experts", shape.shared_width)):
         size = policy.megatron_cfg.tensor_model_parallel_size
         yield from _indivisible(
-            f"{MEGATRON}.tensor_model_parallel_size", size, width, f"the intermediate size of the model's {name},"
+            f"{MEGATRON}.tensor_model_parallel_size", size, int(width), f"the intermediate size of the model's {name},"
         )
     yield from _check_state(policy, shape)
     yield from _check_experts(policy, shape, family)

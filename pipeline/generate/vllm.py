@@ -29,6 +29,7 @@ from pipeline.data.stop_tokens import stop_tokens
 from pipeline.generate.engine_state import EngineState, MemoryPart
 from pipeline.generate.generate_backend import GenerateBackend, UpdateUnit
 from pipeline.generate.request_limits import check_likelihoods, check_pending, new_token_limit
+from pipeline.models.decoder import layer_configs
 from pipeline.models.hugging_face import checkpoint_shapes, engine_overrides, model_config
 from pipeline.models.mixers import has_states
 from pipeline.node import builds
@@ -416,9 +417,11 @@ def _cpu_cache_bytes(policy: PolicyConfig, config: Any, tensor_ranks: int, seque
     The sizes are rounded up to vLLM's blocks on a CPU.
     """
     text = config.get_text_config()
-    heads = max(1, (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tensor_ranks)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * heads * head_dim * getattr(torch, policy.precision).itemsize
+    width = 0  # of the keys of all layers
+    for layer in layer_configs(text):
+        heads = max(1, (getattr(layer, "num_key_value_heads", None) or text.num_attention_heads) // tensor_ranks)
+        width += heads * (getattr(layer, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    token_bytes = 2 * width * getattr(torch, policy.precision).itemsize
     block = 128
     blocks = -(-policy.generation.vllm_cfg.max_model_len // block)
     total = (sequences * blocks + 1) * block * token_bytes  # vLLM keeps one block for itself

@@ -86,7 +86,7 @@ def check_attention(config: Any) -> None:
 
 
 def check_megatron_attention(config: Any, max_length: int) -> None:
-    """Raise RecipeError if the model has windows or soft caps that its family's module does not describe to Megatron-Core.
+    """Raise RecipeError for windows, soft caps and scaled queries that the family's module does not describe to Megatron-Core.
 
     config: transformers' configuration. max_length: the longest sequence, in tokens; a window at least as wide is ignored.
     """
@@ -97,6 +97,13 @@ def check_megatron_attention(config: Any, max_length: int) -> None:
         raise unsupported_model(
             f"{config.model_type} has layers with sliding_attention (window {window}, sequences of up to {max_length} tokens),"
             " which its Megatron-Core model does not have. Try policy.megatron_cfg.enabled=false"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or 0
+    if rope.get("llama_4_scaling_beta") and max_length > original:  # the factor of earlier queries is 1
+        raise unsupported_model(
+            f"{config.model_type} scales queries beyond position {original} (llama_4_scaling_beta), which its Megatron-Core"
+            f" model does not, and sequences have up to {max_length} tokens. Try policy.megatron_cfg.enabled=false"
         )
     if getattr(config, "attn_logit_softcapping", None) and features.score_softcap is None:
         raise unsupported_model(

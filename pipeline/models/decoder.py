@@ -92,6 +92,12 @@ def layer_rotary(config: PreTrainedConfig) -> tuple[str, ...] | None:
     return tuple(kinds) if kinds and all(kind in config.rope_parameters for kind in kinds) else None
 
 
+def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return the configuration of each layer, which differ in Gemma 4's numbers and sizes of heads."""
+    different = getattr(config, "is_heterogeneous", False)
+    return [config.per_layer_config[i] if different else config for i in range(config.num_hidden_layers)]
+
+
 def windows(config: PreTrainedConfig) -> dict[str, Any]:
     """Return TransformerConfig arguments for sliding windows; {} if no layer has one.
 

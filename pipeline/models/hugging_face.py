@@ -17,9 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig, Problem, RecipeError
@@ -175,9 +181,23 @@ def _give_one_label(config: PreTrainedConfig, model_name: str) -> None:
     ]
 
 
-def auto_model(head: Head) -> type:
-    """Return transformers' auto class for models with this head."""
-    return AutoModelForCausalLM if head == "logprobs" else AutoModelForSequenceClassification
+def auto_model(head: Head, config: PreTrainedConfig) -> type:
+    """Return transformers' auto class for models of this configuration with this head."""
+    if head == "values":
+        return AutoModelForSequenceClassification
+    multimodal = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and config.get_text_config() is not config
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+
+
+def language_model(model: PreTrainedModel) -> torch.nn.Module:
+    """Return the body that computes text: the language model of a multimodal model, else the whole body."""
+    return getattr(model.base_model, "language_model", model.base_model)
+
+
+def other_modalities(model: PreTrainedModel) -> list[str]:
+    """Return the names of the parameters for pictures and sound, which text neither uses nor trains."""
+    text = {id(parameter) for parameter in language_model(model).parameters()}
+    return [name for name, parameter in model.base_model.named_parameters(model.base_model_prefix) if id(parameter) not in text]
 
 
 def meta_model(config: PreTrainedConfig, head: Head = "logprobs", **options: Any) -> PreTrainedModel:
@@ -186,7 +206,7 @@ def meta_model(config: PreTrainedConfig, head: Head = "logprobs", **options: Any
     Raises RecipeError if the value head is not `score.weight` alone.
     """
     with torch.device("meta"):
-        model = auto_model(head).from_config(config, trust_remote_code=False, **options)
+        model = auto_model(head, config).from_config(config, trust_remote_code=False, **options)
     if head == "values":
         beyond = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
         if beyond != {SCORE}:

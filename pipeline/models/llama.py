@@ -1,6 +1,7 @@
 """Dense decoders with grouped-query attention: Llama, Mistral, Qwen2 (biases of queries, keys, values), Qwen3 (head norms).
 
-All layers (Mistral 7B v0.1) or some of them (Qwen2, Qwen3) may have sliding windows.
+Ministral 3 is Mistral with YaRN; its scale of later queries is refused (backend_support.py). All layers (Mistral 7B v0.1) or
+some of them (Qwen2, Qwen3) may have sliding windows.
 """
 
 from __future__ import annotations

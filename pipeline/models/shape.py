@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.config import Problem, RecipeError
 from pipeline.models import decoder, nemotron_h, qwen3_5
@@ -15,6 +15,14 @@ from pipeline.models.tensors import Tensor, can_describe, tensors
 
 class UnknownShape(RecipeError):
     """Raised for a model with mixers that Hetstep cannot describe, and without torch. FSDP2 may still train the model."""
+
+
+class Cache(NamedTuple):
+    """Keys and values of a layer."""
+
+    heads: int
+    head_dim: int
+    slides: bool  # whether the layer has a sliding window
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +40,18 @@ class ModelShape:
     vocabulary: int
     heads: int
     kv_heads: int
-    head_dim: int  # size of a query and a key
-    value_dim: int  # size of a value
-    kv_width: int  # values that generation caches per token and layer
-    dense_width: int  # intermediate size of the layers with an MLP; 0 if there are none
+    head_dim: float  # size of a query and a key: the mean over layers with attention
+    value_dim: float  # size of a value
+    kv_width: float  # values that generation caches per token: the mean over layers with attention, some of which share a cache
+    caches: tuple[Cache, ...]  # of each layer that has keys and values of its own; () if attention caches a latent
+    dense_width: float  # intermediate size of the layers with an MLP: their mean; 0 if there are none
     mlp_layers: int  # layers with an MLP
     experts: int  # routed experts of each sparse layer; 0 if there are none
     experts_per_token: int
     expert_width: int
     expert_input: int  # size of the input of routed experts: hidden, or a latent
     gated: bool  # whether MLPs and experts have a gate: three matrices, otherwise two
-    shared_width: int  # sum over the experts that every token passes
+    shared_width: int  # sum over the experts that every token passes, or of the MLP beside the experts
     tied: bool  # whether the output layer is the embedding
     latent: bool  # whether attention caches a latent that all heads share, as DeepSeek's does (MLA)
     # Parameters of the whole model, by part
@@ -50,16 +59,17 @@ class ModelShape:
     attention: int
     mlp: int  # with shared experts
     routed: int  # routed experts
-    other: int  # norms and routers
+    other: int  # norms, routers and layer inputs
+    layer_inputs: int  # projections of the embeddings that each layer adds (Gemma 4)
     output: int  # the output layer, part of `embedding`; 0 if tied
     # Parameters of one layer
     largest_layer: int  # the whole largest layer
-    attention_layer: int  # of a hybrid model: attention and state spaces, the mean over all layers
+    attention_layer: int  # attention and state spaces: the mean over all layers
     norms_layer: int  # of a layer with attention; of Nemotron-H, any layer's
     mlp_layer: int  # the MLP of a dense layer; 0 if there are none; of a hybrid model: the mean over layers without experts
     sparse_layer: int  # the mixture of a sparse layer, with router and shared experts; 0 if there are none
     window: int  # keys that a layer with a sliding window sees; 0 if no layer has one
-    window_layers: int  # layers with a sliding window
+    window_share: float  # the share of such layers in the values that generation caches
     state: StateSpace | DeltaNet | None  # the mixers that are not attention, if there are any
     tensors: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)  # on disk, buffers included
 
@@ -79,8 +89,21 @@ class ModelShape:
 
     def cached_tokens(self, length: float) -> float:
         """Return how many of a sequence's `length` tokens generation caches: the mean over layers with attention."""
-        beyond = max(0.0, length - self.window) if self.window_layers else 0.0
-        return length - beyond * self.window_layers / max(1, self.attention_layers)
+        return length - max(0.0, length - self.window) * self.window_share
+
+    def rank_kv_width(self, tensor: int) -> float:
+        """Return how many values one of `tensor` ranks caches per token: the mean over layers with attention.
+
+        Ranks share heads where there are more of them. All ranks hold latents.
+        """
+        if self.latent:
+            return self.kv_width
+        return sum(2 * max(1, cache.heads // tensor) * cache.head_dim for cache in self.caches) / self.attention_layers
+
+    @property
+    def tables(self) -> int:
+        """Return the number of parameters of embeddings besides those of the vocabulary [vocabulary, hidden] and the head."""
+        return self.embedding - (1 if self.tied else 2) * self.vocabulary * self.hidden
 
     @property
     def mixture(self) -> bool:
@@ -136,6 +159,10 @@ class ModelShape:
 def _shape(of: Any, model_tensors: list[Tensor]) -> ModelShape:
     if unknown := next((tensor.name for tensor in model_tensors if tensor.part == "unknown"), None):
         raise ValueError(f"the part of {unknown} in the model")
+    mixed = {
+        tensor.layer for tensor in model_tensors if tensor.part == "routed"
+    }  # an MLP beside experts is like a shared expert
+    model_tensors = [t._replace(part="shared") if t.part == "mlp" and t.layer in mixed else t for t in model_tensors]
     parts = _parts(model_tensors)
     layers = _layers(model_tensors, of.num_hidden_layers)
     sparse, kinds = [layer["routed"] > 0 for layer in layers], _hybrid_kinds(of)
@@ -144,11 +171,17 @@ def _shape(of: Any, model_tensors: list[Tensor]) -> ModelShape:
     sparse_layer = layers[sparse.index(True)] if any(sparse) else Counter()
     mlps, mixtures, hybrid = sum(layer["mlp"] > 0 for layer in layers), sum(sparse), any(kind in STATEFUL for kind in kinds)
     latent, heads = hasattr(of, "kv_lora_rank"), of.num_attention_heads
-    kv_heads = getattr(of, "num_key_value_heads", None) or heads
-    head_dim = getattr(of, "head_dim", None) or of.hidden_size // heads
+    widths = [t.shape[0] for t in model_tensors if t.part == "mlp" and t.name.endswith(".up_proj.weight")]
+    of_layers = decoder.layer_configs(of)
+    kv_heads = getattr(of_layers[0], "num_key_value_heads", None) or heads
+    sizes = [getattr(layer, "head_dim", None) or of.hidden_size // heads for layer in of_layers]
+    head_dim = _mean([size for size, attends in zip(sizes, with_attention, strict=True) if attends])
     gated = any("gate_" in tensor.name or ".w3." in tensor.name for tensor in model_tensors)
     experts = (getattr(of, name, 0) for name in ("n_routed_experts", "num_local_experts", "num_experts"))
     windows = decoder.windows(of)
+    caches = () if latent else tuple(_caches(of, windows, with_attention, kv_heads, sizes))
+    cached = sum(cache.heads * cache.head_dim for cache in caches)
+    sliding = sum(cache.heads * cache.head_dim for cache in caches if cache.slides)
     return ModelShape(
         family=of.model_type,
         layers=len(layers),
@@ -163,11 +196,12 @@ def _shape(of: Any, model_tensors: list[Tensor]) -> ModelShape:
         kv_heads=kv_heads,
         head_dim=of.qk_nope_head_dim + of.qk_rope_head_dim if latent else head_dim,
         value_dim=of.v_head_dim if latent else head_dim,
-        kv_width=of.kv_lora_rank + of.qk_rope_head_dim if latent else 2 * kv_heads * head_dim,
-        dense_width=of.intermediate_size if mlps else 0,
+        kv_width=of.kv_lora_rank + of.qk_rope_head_dim if latent else 2 * cached / sum(with_attention),
+        caches=caches,
+        dense_width=_mean(widths) if widths else of.intermediate_size if mlps else 0,
         mlp_layers=mlps,
         experts=next(filter(None, experts)) if mixtures else 0,
-        experts_per_token=of.num_experts_per_tok if mixtures else 0,
+        experts_per_token=(getattr(of, "top_k_experts", None) or of.num_experts_per_tok) if mixtures else 0,
         expert_width=(getattr(of, "moe_intermediate_size", None) or of.intermediate_size) if mixtures else 0,
         expert_input=getattr(of, "moe_latent_size", None) or of.hidden_size,
         gated=gated,
@@ -178,18 +212,35 @@ def _shape(of: Any, model_tensors: list[Tensor]) -> ModelShape:
         attention=parts["attention"],
         mlp=parts["mlp"] + parts["shared"],
         routed=parts["routed"],
-        other=parts["norm"] + parts["router"],
+        other=parts["norm"] + parts["router"] + parts["layer inputs"],
+        layer_inputs=parts["layer inputs"],
         output=parts["output"],
         largest_layer=max(layer.total() for layer in layers),
-        attention_layer=round(parts["attention"] / len(layers)) if hybrid else first_attention["attention"],
+        attention_layer=round(parts["attention"] / len(layers)),
         norms_layer=first_attention["norm"],
         mlp_layer=round(parts["mlp"] / max(1, len(layers) - mixtures)),
         sparse_layer=sum(sparse_layer[part] for part in ("shared", "routed", "router")),
         window=windows["window_size"][0] + 1 if windows else 0,
-        window_layers=sum(windows.get("window_attn_skip_freq", ())),
+        window_share=sliding / cached if cached else 0.0,
         state=_state(of) if hybrid else None,
         tensors=tuple(model_tensors),
     )
+
+
+def _mean(sizes: Sequence[int]) -> float:
+    mean = sum(sizes) / len(sizes)
+    return int(mean) if mean.is_integer() else mean
+
+
+def _caches(
+    of: Any, windows: Mapping[str, Any], with_attention: Sequence[bool], kv_heads: int, sizes: Sequence[int]
+) -> Iterator[Cache]:
+    """Yield the cache of each layer that has one. Gemma 4's last num_kv_shared_layers layers read those of earlier layers."""
+    slides = windows.get("window_attn_skip_freq") or [0] * len(sizes)
+    own = len(sizes) - (getattr(of, "num_kv_shared_layers", None) or 0)
+    for i, layer in enumerate(decoder.layer_configs(of)[:own]):
+        if with_attention[i]:
+            yield Cache(getattr(layer, "num_key_value_heads", None) or kv_heads, sizes[i], bool(slides[i]))
 
 
 def _layers(model_tensors: Iterable[Tensor], count: int) -> list[Counter[str]]:

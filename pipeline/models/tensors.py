@@ -20,9 +20,12 @@ from typing import Any, Literal, NamedTuple
 from pipeline.models.family import unsupported_model
 from pipeline.recipe.problems import RecipeError
 
-Part = Literal["embedding", "output", "attention", "mlp", "shared", "routed", "router", "norm", "buffer", "unknown"]
-"""The part of the model to which a tensor belongs. attention: attention, or another mixer in its place; router: also the
-projections to and from the latent of experts; shared: experts that process every token; routed: experts that a router selects;
+Part = Literal[
+    "embedding", "output", "attention", "mlp", "shared", "routed", "router", "layer inputs", "norm", "buffer", "unknown"
+]
+"""The part of the model to which a tensor belongs. embedding: also a table for each layer (Gemma 4); layer inputs: the
+projections of such a table; attention: attention, or another mixer in its place; router: also the projections to and from the
+latent of experts; shared: experts that process every token; routed: experts that a router selects;
 norm: norms of layers and inside attention; buffer: saved, but not a parameter (the bias of DeepSeek's router); unknown: another
 matrix."""
 
@@ -30,6 +33,7 @@ _PARTS: tuple[tuple[Part, str], ...] = (  # the first pattern that a name contai
     ("output", r"^lm_head\."),
     ("shared", r"\.shared_experts?\."),
     ("routed", r"\.experts\."),
+    ("layer inputs", r"\.per_layer_(input_gate|projection|model_projection)\."),
     ("router", r"\.(gate|router|shared_expert_gate|fc\d_latent_proj)\."),
     ("mlp", r"\.(mlp|feed_forward|mixer\.(up|down)_proj)\."),
     ("attention", r"\.(linear_attn|mamba|mixer)\."),  # with their gated norms

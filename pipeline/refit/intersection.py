@@ -102,7 +102,7 @@ def held_boxes(train: Mapping[int, LayoutTable], names: Sequence[str]) -> HeldBo
 
 
 def needed_boxes(generate: Mapping[int, LayoutTable], engines: Sequence[Sequence[int]]) -> NeededBoxes:
-    """Return the distinct boxes of an engine.
+    """Return the distinct boxes of an engine. A box that a rank needs twice is two boxes: Gemma 4 has keys that are values too.
 
     Raises ValueError if two engines need different boxes, or no engine needs any box.
     """
@@ -117,7 +117,7 @@ def needed_boxes(generate: Mapping[int, LayoutTable], engines: Sequence[Sequence
                     f" {first[member]} of engine 0; all engines must have the same layout"
                 )
     tables = {member: generate[rank] for member, rank in enumerate(first)}
-    boxes, rows = _distinct_boxes(tables)
+    boxes, rows = _distinct_boxes(tables, copies=True)
     if not len(boxes):
         raise ValueError("refit: no generate rank needs any box")
     units = list(dict.fromkeys(name for table in tables.values() for name in table.units))
@@ -222,17 +222,33 @@ def _keys(columns: Sequence[np.ndarray]) -> list[np.ndarray]:
     return keys
 
 
-def _distinct_boxes(tables: Mapping[int, LayoutTable]) -> tuple[Boxes, dict[int, Rows]]:
-    """Return the distinct boxes of all tables, and each rank's rows. Ranks may share a table object, which is read once."""
+def _distinct_boxes(tables: Mapping[int, LayoutTable], copies: bool = False) -> tuple[Boxes, dict[int, Rows]]:
+    """Return the distinct boxes of all tables, and each rank's rows. Ranks may share a table object, which is read once.
+
+    copies: whether equal boxes of one table are distinct.
+    """
     shared = {id(table): table for table in tables.values()}
     full = {key: np.flatnonzero((table.size > 0).all(1)).astype(np.int32) for key, table in shared.items()}
     tensor = np.concatenate([table.tensor[full[key]] for key, table in shared.items()])
     offset = np.concatenate([table.offset[full[key]] for key, table in shared.items()])
     size = np.concatenate([table.size[full[key]] for key, table in shared.items()])
-    first, inverse = distinct([tensor, *offset.T, *size.T])
     stops = np.cumsum([len(rows) for rows in full.values()])
+    columns = [tensor, *offset.T, *size.T]
+    if copies:
+        owner = np.repeat(np.arange(len(full)), [len(rows) for rows in full.values()])
+        columns.append(_earlier(distinct([*columns, owner])[1]))
+    first, inverse = distinct(columns)
     rows = {key: Rows(full[key], box) for key, box in zip(shared, np.split(inverse, stops[:-1]), strict=True)}
     return Boxes(tensor[first], offset[first], size[first]), {rank: rows[id(table)] for rank, table in tables.items()}
+
+
+def _earlier(number: np.ndarray) -> np.ndarray:
+    """Return how many earlier rows have the same number, for each row."""
+    order, place = np.argsort(number, kind="stable"), np.arange(len(number))
+    first = np.maximum.accumulate(np.where(changes(number[order]), place, 0))
+    earlier = np.empty_like(place)
+    earlier[order] = place - first
+    return earlier
 
 
 def _holder_sets(rows: Mapping[int, Rows], count: int) -> tuple[np.ndarray, list[np.ndarray]]:

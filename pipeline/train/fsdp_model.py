@@ -26,7 +26,7 @@ from pipeline.config import PolicyConfig
 from pipeline.models.backend_support import check_attention, check_indexer
 from pipeline.models.family import SCORE
 from pipeline.models.frozen_names import freeze
-from pipeline.models.hugging_face import layout, meta_model, model_config
+from pipeline.models.hugging_face import language_model, layout, meta_model, model_config, other_modalities
 from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import copy_pieces, restrict
 from pipeline.train import compiled, expert_parallel, lora, tensor_parallel
@@ -73,7 +73,7 @@ class PackedModel(nn.Module):
         if self.replay is not None:
             self.replay.use(self._routed(batch))
         # With use_cache, transformers would ignore that positions restart.
-        hidden = self.hf.base_model(
+        hidden = language_model(self.hf)(
             input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, packing=batch.packing
         ).last_hidden_state[0]
         if self.tensor_ranks is not None and self.tensor_ranks.sequence:
@@ -130,9 +130,9 @@ def build(
         model.replay = RouterReplay(hf)
     layers = decoder_layers(hf)
     use_kernels(policy, hf, device)
-    resets = reset_sequences(hf.base_model, layers, model.tensor_ranks)
+    resets = reset_sequences(language_model(hf), layers, model.tensor_ranks)
     model.shares_prompts = not resets and not (model.adapters is not None and model.adapters.spec.dropout > 0)
-    mixture = resets or any(parameter.dim() > 2 for parameter in hf.parameters())
+    mixture = resets or any(parameter.dim() > 2 for parameter in language_model(hf).parameters())
     model.compiled = like.compiled if like is not None else compiled.should_compile(policy, device, mixture)
     if model.compiled:
         compiled.compile_layers(layers, policy.deterministic or device.type == "cpu")
@@ -163,9 +163,10 @@ def _described(policy: PolicyConfig, config: PreTrainedConfig, role: ModelRole, 
     precision = torch.float32 if role.trained and not adapted else getattr(torch, policy.precision)
     hf = meta_model(config, role.head, dtype=precision, attn_implementation=NAME).eval()
     function = check_model(hf, role)
-    # transformers gives the padding token's embedding no gradient. Here nothing is padded, so this token was sampled.
-    if isinstance(embedding := hf.get_input_embeddings(), nn.Embedding):
-        embedding.padding_idx = None
+    # transformers gives the padding token's embeddings no gradient. Here nothing is padded, so this token was sampled.
+    for module in hf.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
     hf.requires_grad_(trains)
     replace_indexers(hf)
     freeze_buffers(hf)
@@ -177,13 +178,18 @@ def _described(policy: PolicyConfig, config: PreTrainedConfig, role: ModelRole, 
 
 
 def _freeze(hf: PreTrainedModel, pieces: Mapping[str, list[Piece]], policy: PolicyConfig) -> None:
-    """Freeze the parameters that policy.freeze_parameters names, and convert them to the precision in which they are served."""
+    """Freeze the parameters that policy.freeze_parameters names, and those for pictures and sound.
+
+    They are converted to the precision in which they are served.
+    """
+    unused = [hf.get_parameter(name).requires_grad_(False) for name in other_modalities(hf)]
     trained = {name: parameter for name, parameter in hf.named_parameters() if parameter.requires_grad}
     sources = {name: [piece.name for piece in pieces[name]] for name in trained}
-    names = {id(parameter): name for name, parameter in trained.items()}
-    for parameter in freeze(
+    names = {id(parameter): name for name, parameter in hf.named_parameters()}
+    chosen = freeze(
         policy.freeze_parameters, [(trained[name], names_on_disk) for name, names_on_disk in sources.items()], sources
-    ):
+    )
+    for parameter in (*unused, *chosen):
         parameter.data = parameter.data.to(served_dtype(names[id(parameter)], getattr(torch, policy.precision)))
 
 

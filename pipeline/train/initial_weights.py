@@ -43,7 +43,7 @@ def _random(config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
     """Return a reader of random weights. Each rank draws the whole model, so the weights are the same for every layout."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        model: PreTrainedModel = auto_model(head).from_config(config, dtype=torch.float32, trust_remote_code=False)
+        model: PreTrainedModel = auto_model(head, config).from_config(config, dtype=torch.float32, trust_remote_code=False)
     weights = on_disk(model, model.state_dict())
     return lambda name, box: weights[name][box.within(whole(weights[name].shape))]
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from pipeline.boxes import Box, Piece, whole
 from pipeline.config import LoRAConfig, Problem, RecipeError, refuse
-from pipeline.models.hugging_face import SCORE
+from pipeline.models.hugging_face import SCORE, other_modalities
 from pipeline.train.adapters import adapted_experts, adapted_layers, adapter_weights, spec
 from pipeline.train.adapters.adapted_experts import ExpertParameter, expert_parameters
 from pipeline.train.adapters.adapted_layers import is_adapted, is_named
@@ -162,7 +162,8 @@ def inject(hf: PreTrainedModel, config: LoRAConfig, layout: dict[str, list[Piece
     modules = dict(hf.named_modules())
     heads = {name for name, module in modules.items() if module in (hf.get_output_embeddings(), getattr(hf, "score", None))}
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in heads]
-    linear = [name for name in linear if not is_indexer(name.rpartition(".")[0])]
+    unused = set(other_modalities(hf))
+    linear = [name for name in linear if f"{name}.weight" not in unused and not is_indexer(name.rpartition(".")[0])]
     refuse(_wrong_names(hf, config, [*linear, *experts], heads, experts))
     targets = _targets(config, [*linear, *experts])
     hf.requires_grad_(False)
@@ -242,11 +243,11 @@ def _targets(config: LoRAConfig, layers: list[str]) -> list[str]:
 
 def _other_experts(hf: PreTrainedModel, experts: Mapping[str, ExpertParameter]) -> str | None:
     """Return the name of a parameter that holds experts but cannot have adapters; None if there is none."""
-    convolutions = {
+    others = {
         f"{name}.weight" for name, module in hf.named_modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    }
+    }.union(other_modalities(hf))
     stacked = (name for name, parameter in hf.named_parameters() if parameter.dim() > 2)
-    return next((name for name in stacked if name not in experts and name not in convolutions), None)
+    return next((name for name in stacked if name not in experts and name not in others), None)
 
 
 def not_served(adapters: Adapters) -> Iterator[Problem]:

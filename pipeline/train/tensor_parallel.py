@@ -1,7 +1,8 @@
 """Apply the tensor-parallel plan of a Hugging Face model, with torch's DTensor styles.
 
 Supported are column-wise and row-wise linear layers (also those between which activations are whole, as for joint projections),
-embedding and head cut by vocabulary, and small parameters inside the cut region that stay whole. A value head stays whole too.
+embeddings and head cut by vocabulary, and small parameters inside the cut region that stay whole. A value head stays whole too,
+and so do the projections of embeddings that each layer adds (Gemma 4's).
 
 Activations between blocks are whole on every rank or, with sequence parallelism, cut by tokens: a block that has column-wise
 layers gathers its input once, and its row-wise layers reduce-scatter their output. The last hidden states are gathered again.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,8 +36,10 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from pipeline.config import Problem, RecipeError
+from pipeline.models.decoder import layer_configs
+from pipeline.models.hugging_face import language_model
 from pipeline.train.adapters.linear import AdaptedLinear
-from pipeline.train.context_parallel import GatherRows
+from pipeline.train.context_parallel import GatherRows, SplitRows
 from pipeline.train.expert_parallel import expert_modules
 from pipeline.train.logprobs import VocabularyShard
 from pipeline.train.sequence_resets import Copy, is_whole, mixers
@@ -108,6 +112,9 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
     tied = head is not None and head.weight is embedding.weight
     _check_vocabulary(len(embedding.get_parameter("weight")), mesh.size())
     styles[_name(hf, embedding)] = RowwiseParallel(input_layouts=Replicate(), output_layouts=_between_blocks(sequence))
+    for name in _layer_embeddings(hf):
+        _check_vocabulary(len(hf.get_parameter(f"{name}.weight")), mesh.size())
+        styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     if head is not None:
         styles[_name(hf, head)] = ColwiseParallel(use_local_output=False)  # its forward is not used, only its weight is cut
         if tied:
@@ -115,14 +122,18 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
     parallelize_module(hf, mesh, styles)
     for name, module in adapted.items():
         partial += [f"{name}.{parameter}" for parameter in module.cut(styles[f"{name}.base_layer"], mesh)]
-    for name in shared:
-        hf.get_submodule(name).register_forward_hook(_one_head(hf.config.num_key_value_heads, mesh.get_group()))
+    for name, heads in shared.items():
+        hf.get_submodule(name).register_forward_hook(_one_head(heads, mesh.get_group()))
+    if sequence and _layer_embeddings(hf):
+        _split_layer_inputs(language_model(hf), mesh.get_group())
     if head is not None and tied:
         head.weight = embedding.weight
     if sequence:
         blocks = {_block(name) for name, style in styles.items() if isinstance(style, _ColumnsOfGathered)}
         # Attention that the plan leaves whole would see only a rank's own tokens.
-        if uncut := [name for name, module in hf.named_modules() if hasattr(module, "is_causal") and name not in blocks]:
+        text = _parts([language_model(hf)])
+        attentions = [name for name, module in hf.named_modules() if hasattr(module, "is_causal") and id(module) in text]
+        if uncut := [name for name in attentions if name not in blocks]:
             message = f"got true for {type(hf).__name__}, whose tensor-parallel plan does not cut {uncut[0]}; expected false"
             raise RecipeError(Problem("policy.dtensor_cfg.sequence_parallel", "unsupported", message))
         for block in sorted(blocks):
@@ -184,6 +195,22 @@ def _sum_rotary(size: int, group: dist.ProcessGroup) -> Callable[..., torch.Tens
     return copy
 
 
+def _layer_embeddings(hf: PreTrainedModel) -> list[str]:
+    """Return the names of tables with an embedding of each token for each layer, which layers add to their outputs."""
+    return [name for name, _ in hf.named_modules() if name.endswith("embed_tokens_per_layer")]
+
+
+def _split_layer_inputs(body: nn.Module, group: dist.ProcessGroup) -> None:
+    """Make a body split the embeddings of all layers [1, T, layers, D] over the tokens, in place, as its hidden states are."""
+    owner: Any = body
+    whole: Callable[..., torch.Tensor] = owner.get_per_layer_inputs
+
+    def split(*args: torch.Tensor | None) -> torch.Tensor:
+        return SplitRows.apply(whole(*args)[0], group)[None]
+
+    owner.get_per_layer_inputs = split
+
+
 def _name(hf: PreTrainedModel, target: nn.Module) -> str:
     return next(name for name, module in hf.named_modules() if module is target)
 
@@ -202,7 +229,8 @@ def expand(hf: PreTrainedModel) -> dict[str, str]:
     if not plan and not hybrid:
         raise _unsupported_plan(f"{type(hf).__name__} has no tensor-parallel plan; expected a size of 1")
     experts = tuple(f"{name}." for name in expert_modules(hf))
-    modules = [name for name, _ in hf.named_modules() if not f"{name}.".startswith(experts)]
+    other = _parts([hf.base_model]) - _parts([language_model(hf)])  # modules for pictures and sound stay whole
+    modules = [name for name, module in hf.named_modules() if not f"{name}.".startswith(experts) and id(module) not in other]
     expanded = {name: plan[generic] for name in modules if (generic := _generic(name)) in plan}
     if hybrid:
         planned, states = {_block(name) for name in expanded}, _parts(hybrid)
@@ -259,8 +287,8 @@ def _style(name: str, style: str, module: nn.Module, size: int, sequence: bool) 
 # ---- heads ------------------------------------------------------------------------------------------------------------------
 
 
-def shared_heads(hf: PreTrainedModel, planned: Mapping[str, str], size: int, sequence: bool) -> list[str]:
-    """Return the names of the layers of keys and values of which each rank needs one whole head, since ranks share heads.
+def shared_heads(hf: PreTrainedModel, planned: Mapping[str, str], size: int, sequence: bool) -> dict[str, int]:
+    """Return {layer of keys or values of which each rank needs one whole head, since ranks share heads: its number of heads}.
 
     planned: of `expand`. sequence: with sequence parallelism, which leaves mixers whole. Raises RecipeError if the ranks can
     neither divide nor share the heads.
@@ -268,20 +296,23 @@ def shared_heads(hf: PreTrainedModel, planned: Mapping[str, str], size: int, seq
     names = ["num_attention_heads"] if sequence else ["num_attention_heads", "linear_num_key_heads", "linear_num_value_heads"]
     for name in names:
         _check_divides(hf, size, name)
-    kv_heads = getattr(hf.config, "num_key_value_heads", None)
-    if kv_heads is None or kv_heads % size == 0:
-        return []
-    layers = [name for name, style in planned.items() if name.endswith((".k_proj", ".v_proj")) and style == "colwise"]
-    if size % kv_heads or not layers:
-        _check_divides(hf, size, "num_key_value_heads")
-    return layers
+    of_layers = [getattr(config, "num_key_value_heads", None) for config in layer_configs(hf.config.get_text_config())]
+    cut = [name for name, style in planned.items() if name.endswith((".k_proj", ".v_proj")) and style == "colwise"]
+    for heads in filter(None, of_layers):
+        if heads % size and (size % heads or not cut):
+            _refuse_heads(hf, size, "num_key_value_heads", heads)
+    counts = {name: of_layers[int(re.split(r"\.(?=\d+\.)", name)[-1].partition(".")[0])] for name in cut}
+    return {name: heads for name, heads in counts.items() if heads and heads % size}
 
 
 def _check_divides(hf: PreTrainedModel, size: int, name: str) -> None:
-    heads = getattr(hf.config, name, None)
-    if heads is not None and heads % size:
-        message = f"got {size}; expected a divisor of {name} {heads} of {type(hf).__name__}"
-        raise RecipeError(Problem(KEY, "not-divisible", message))
+    if (heads := getattr(hf.config.get_text_config(), name, None) or 0) % size:
+        _refuse_heads(hf, size, name, heads)
+
+
+def _refuse_heads(hf: PreTrainedModel, size: int, name: str, heads: int) -> NoReturn:
+    message = f"got {size}; expected a divisor of {name} {heads} of {type(hf).__name__}"
+    raise RecipeError(Problem(KEY, "not-divisible", message))
 
 
 def _one_head(heads: int, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:

@@ -50,6 +50,15 @@ SHORT = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": ("DeepseekV3", {**MIXTURE, **LATENT, "topk_method": "noaux_tc"}),
 }
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2}
 LONG = {
     "apertus": ("Apertus", {}),
@@ -68,6 +77,30 @@ LONG = {
     "gemma": ("Gemma", {"head_dim": 16, "tie_word_embeddings": True}),
     "gemma2": ("Gemma2", {"head_dim": 16, "tie_word_embeddings": True}),
     "gemma3": ("Gemma3Text", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma4": ("Gemma4Text", {**GEMMA4, "attention_k_eq_v": True}),
+    "gemma4_moe": (
+        "Gemma4Text",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "gemma4_per_layer": (
+        "Gemma4Text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 100,
+        },
+    ),
     "glm": ("Glm", {"head_dim": 16}),
     "glm4": ("Glm4", {"head_dim": 16}),
     "glm4_moe": ("Glm4Moe", {**MIXTURE, "n_routed_experts": 4, "head_dim": 16, "first_k_dense_replace": 1}),
@@ -157,6 +190,7 @@ LONG = {
         },
     ),
     "ministral": ("Ministral", {"head_dim": 16}),
+    "ministral3": ("Ministral3", {"head_dim": 16}),
     "mistral": ("Mistral", {"head_dim": 16}),
     "nemotron": ("Nemotron", {}),
     "nemotron_h": (
@@ -210,8 +244,9 @@ REFUSED = {"phi": ("Phi", {"num_key_value_heads": 4})}
 FAMILIES = SHORT | LONG | REFUSED
 # one that is only used in a mixture's config
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
-# vLLM has no pipeline stages for the first two, none for one dense layer of GLM-4.5 and 4.7, and its loader of the last fails.
-UNSTAGED = {"mamba2", "zamba2", "glm4_moe", "glm4_moe_lite", "granite_moe_hybrid"}
+# vLLM has no pipeline stages for the first two, none for one dense layer of GLM-4.5 and 4.7, and none for layers that share
+# keys and values, as the last one's do. Its loader of Granite's hybrid fails.
+UNSTAGED = {"mamba2", "zamba2", "glm4_moe", "glm4_moe_lite", "granite_moe_hybrid", "gemma4_per_layer"}
 
 
 def save_config(family: str, folder: Path) -> None:

@@ -17,6 +17,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MiniMaxM2Config,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     NemotronHConfig,
@@ -121,6 +122,11 @@ def configs() -> dict[str, PreTrainedConfig]:
         "nemotron_h": NemotronHConfig(**SHAPE, **HYBRID, hybrid_override_pattern="M-*M"),
         "nemotron_h_moe": NemotronHConfig(**SHAPE, **HYBRID, hybrid_override_pattern="ME*EM", moe_latent_size=24),
         "mistral": MistralConfig(**SHAPE, head_dim=12, sliding_window=5),
+        "ministral3": Ministral3Config(
+            **SHAPE,
+            head_dim=16,
+            rope_parameters={**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0},
+        ),
         "gemma3_text": Gemma3TextConfig(
             **{**SHAPE, "num_hidden_layers": 4, "tie_word_embeddings": True},
             head_dim=16,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from launch.preflight import architecture
-from pipeline.config import DTensorConfig, MegatronConfig, PolicyConfig
+from pipeline.config import DTensorConfig, GenerationConfig, MegatronConfig, PolicyConfig, VLLMConfig
 from pipeline.models import decoder
 from pipeline.models.backend_support import check_attention, check_megatron_attention
 from pipeline.models.hugging_face import config_of
@@ -53,6 +53,39 @@ def test_windows_that_a_family_does_not_describe_are_refused_with_megatron(monke
         check_megatron_attention(config_of(config), longest)
 
 
+def test_scaled_queries_limit_the_length():
+    """Neither Megatron-Core's model nor vLLM's scales queries beyond the positions of a model's pretraining; FSDP2's does."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    plain, scaled = (
+        {"model_type": "ministral3", **TINY, "rope_parameters": {**rope, "llama_4_scaling_beta": b}} for b in (0, 0.1)
+    )
+    generation = GenerationConfig(backend="vllm")
+    for config, longest, exact in ((plain, 64, True), (scaled, 16, True), (scaled, 17, False)):
+        policy = PolicyConfig(max_total_sequence_length=longest, generation=generation)
+        problems = named(architecture._check_query_scale(policy, config))
+        assert problems == (set() if exact else {("policy.max_total_sequence_length", "too-large")})
+        if exact:
+            check_megatron_attention(config_of(config), longest)
+        else:
+            with pytest.raises(ValueError, match="ministral3 scales queries beyond position 16"):
+                check_megatron_attention(config_of(config), longest)
+
+
+def test_layers_that_differ_limit_the_engine():
+    key, heads = "policy.generation.vllm_cfg", {"num_attention_heads": 12, "num_key_value_heads": 6}
+    of_full_attention = {**heads, "num_global_key_value_heads": 3, "attention_k_eq_v": True}
+    exported = {**heads, "per_layer_config": {"1": {"head_dim": 512, "num_key_value_heads": 3}}}
+
+    def of(vllm: VLLMConfig, config: dict[str, Any]) -> set[tuple[str, str]]:
+        return named(architecture._check_engine(vllm, config))
+
+    for config in (of_full_attention, exported):
+        assert of(VLLMConfig(tensor_parallel_size=3), config) == set()
+        assert of(VLLMConfig(tensor_parallel_size=2), config) == {(f"{key}.tensor_parallel_size", "not-divisible")}
+    shared, staged = {**heads, "num_kv_shared_layers": 2}, VLLMConfig(pipeline_parallel_size=2)
+    assert of(staged, shared) == {(f"{key}.pipeline_parallel_size", "unsupported")} and of(staged, heads) == set()
+
+
 def refused(config: dict[str, Any], policy: PolicyConfig) -> set[tuple[str, str]]:
     return named(architecture._check_support(policy, config, described=True))
 
@@ -70,7 +103,7 @@ def test_a_model_unsupported_by_a_train_backend_is_a_problem():
     assert problems("llama", megatron) == problems("qwen3_moe", replace(megatron, megatron_cfg=MegatronConfig())) == set()
     assert problems("llama", megatron, attention_bias=True) == {MODEL}
     assert problems("gpt_oss", megatron) == problems("gemma3_text", megatron) == problems("glm4_moe", megatron) == set()
-    assert problems("gpt_oss", megatron, attention_bias=False) == {MODEL}
+    assert problems("gpt_oss", megatron, attention_bias=False) == problems("gemma4_moe", megatron) == {MODEL}
     assert problems("gemma3_text", megatron, attention_bias=True) == {MODEL}
     cut = PolicyConfig(dtensor_cfg=DTensorConfig(tensor_parallel_size=2), max_total_sequence_length=64)
     assert problems("llama", cut, attention_bias=True) == set()

@@ -35,6 +35,11 @@ STATED = {  # by the metadata of their safetensors files, but for copies of a ti
     "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
     "mistralai/Mistral-Nemo-Instruct-2407": 12_247_782_400,
     "google/gemma-3-1b-it": 999_885_952,
+    # Without the encoders of pictures and sound, and without a scalar for each layer, which is a buffer. The E2B's file has
+    # keys and values for layers that share those of others.
+    "google/gemma-4-E2B-it": 5_123_178_051 - 475_728_160 - 35 - 18_880_512,
+    "google/gemma-4-26B-A4B-it": 25_805_936_206 - 572_794_416 - 30,
+    "google/gemma-4-31B-it": 31_273_088_876 - 575_743_536 - 60,
     "Qwen/Qwen3.5-9B": 9_409_813_744 - 456_010_480,  # without the images' encoder
     "Qwen/Qwen3.5-35B-A3B": 35_951_822_704 - 446_571_248 - 844_640_768,  # and without the layer for multi-token prediction
     "Qwen/Qwen3.5-397B-A17B": 403_397_928_944 - 456_010_480 - 6_595_568_128,

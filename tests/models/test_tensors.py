@@ -48,12 +48,16 @@ DELTA_NET = {
     "linear_value_head_dim": 5,
 }
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 12}
+GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
 GLM_EXPERTS = {"n_routed_experts": 4, "moe_intermediate_size": 12}
 CASES = {
     "llama": ("llama", {}),
     "llama_tied": ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
     "mistral": ("mistral", {"head_dim": 12}),
     "ministral": ("ministral", {"head_dim": 12}),
+    "ministral3": ("ministral3", {"head_dim": 12}),
+    "gemma4_moe": ("gemma4_text", {**GEMMA4, **EXPERTS, "enable_moe_block": True, "top_k_experts": 2}),
+    "gemma4_per_layer": ("gemma4_text", {**GEMMA4, "hidden_size_per_layer_input": 6, "num_kv_shared_layers": 2}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "qwen3_tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
@@ -93,7 +97,8 @@ def test_every_parameter_is_counted_once_in_its_part(described):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**described))
     parts = [(tensor.part, tensor.numel) for tensor in tensors(described)]
     assert sum(numel for part, numel in parts if part != "buffer") == sum(p.numel() for p in model.parameters())
-    assert sum(numel for part, numel in parts if part == "embedding") == model.get_input_embeddings().weight.numel()
+    tables = [module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    assert sum(numel for part, numel in parts if part == "embedding") == sum(tables)
     shape = ModelShape.of(described)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert (shape.output == 0) == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -65,14 +66,31 @@ SHAPE = {
     "pad_token_id": None,
 }
 EXPERTS = {"num_experts_per_tok": 2}
+GEMMA4 = {
+    **SHAPE,
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "pad_token_id": 0,
+}
 MODELS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, head_dim=32),
     "qwen2": Qwen2Config(**{**SHAPE, "hidden_size": 128}),  # its heads are hidden_size / 4
     "qwen3_tied": Qwen3Config(**{**SHAPE, "tie_word_embeddings": True}, head_dim=32),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=32, num_experts=4, moe_intermediate_size=64, norm_topk_prob=True),
     "mixtral": MixtralConfig(**SHAPE, **EXPERTS, head_dim=32, num_local_experts=4),
+    "gemma4_moe": Gemma4TextConfig(**GEMMA4, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=64),
+    "gemma4_per_layer": Gemma4TextConfig(
+        **{**GEMMA4, "hidden_size_per_layer_input": 16}, vocab_size_per_layer_input=61, num_kv_shared_layers=2
+    ),
 }
-MIXTURES = ("qwen3_moe", "mixtral")
+MIXTURES = ("qwen3_moe", "mixtral", "gemma4_moe")
 
 
 @dataclass(frozen=True)
@@ -84,8 +102,10 @@ class Train:
     def fits(self, model: str) -> bool:
         """Return whether the backend supports the layout.
 
-        FSDP2 does not shard experts by tensor parallelism, and a dense model has none.
+        FSDP2 does not shard experts by tensor parallelism, and a dense model has none. Megatron-Core has no Gemma 4.
         """
+        if self.megatron and model.startswith("gemma4"):
+            return False
         if model in MIXTURES:
             return self.megatron or self.sizes["tp"] == 1
         return self.sizes.get("ep", 1) == 1
@@ -150,7 +170,7 @@ def write_models(folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
-                parameter.normal_(1.0 if "norm" in parameter_name else 0.0, 0.15)
+                parameter.normal_(1.0 if "norm" in parameter_name or "scale" in parameter_name else 0.0, 0.15)
         model.save_pretrained(folder / name)
         words = Tokenizer(WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w0"))
         PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder / name)

@@ -18,7 +18,8 @@ def check(chosen, folder, transport="planned"):
     for case, found in zip(chosen, matrix.run(chosen, folder, transport), strict=True):
         assert found["rounds"] > 3
         for rank in found["generate"]:
-            assert rank["received"] == rank["owned"], case
+            padding = 8 * 4 if case.model.startswith("gemma4") else 0  # a layer's factor takes a whole word
+            assert 0 <= rank["received"] - rank["owned"] <= padding, case
             assert rank["wrong"] == [], case
             assert rank["completions"] == fresh[case.model], case
 
@@ -32,6 +33,12 @@ def test_refits_between_a_few_layouts(models):
 @pytest.mark.full
 def test_refits_between_ranks_that_share_key_value_heads(models):
     check(matrix.cases(("llama",), ("fsdp2 tp4", "megatron tp4"), ("tp4", "tp1")), models)
+
+
+@pytest.mark.full
+def test_refits_of_layers_that_differ(models):
+    """Keys that are values too, shared keys and values, and embeddings for each layer."""
+    check(matrix.cases(("gemma4_moe", "gemma4_per_layer"), ("fsdp2 dp2", "fsdp2 dp2 tp2"), ("tp2",)), models)
 
 
 @pytest.mark.long

@@ -24,12 +24,59 @@ def _config(model_type: str, **changes) -> PreTrainedConfig:
 def configs() -> dict[str, PreTrainedConfig]:
     """Return the models by name."""
     gemma = {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 10, "layer_types": [SLIDING, FULL]}
+    gemma4 = {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "sliding_window": WINDOW,
+        "layer_types": [SLIDING, FULL],
+        "rope_parameters": {
+            FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e4},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "final_logit_softcapping": 3.0,
+        "rms_norm_eps": 0.03,  # queries and keys are not scaled, so that float32 is less exact with steep norms
+        "hidden_size_per_layer_input": 0,
+        "tie_word_embeddings": True,
+    }
     experts = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
     return {
         "mistral": _config("mistral", sliding_window=WINDOW),
         "qwen2": _config("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
         "gemma2": _config("gemma2", **gemma, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, tie_word_embeddings=True),
         "gemma3_text": _config("gemma3_text", **gemma, tie_word_embeddings=True),
+        "gemma4_text": _config("gemma4_text", **gemma4, attention_k_eq_v=True),
+        "gemma4_moe": _config(
+            "gemma4_text",
+            **gemma4,
+            attention_k_eq_v=True,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=24,
+        ),
+        "gemma4_per_layer": _config(  # the last two layers share keys and values
+            "gemma4_text",
+            **{**gemma4, "num_hidden_layers": 4, "layer_types": 2 * [SLIDING, FULL], "hidden_size_per_layer_input": 8},
+            vocab_size_per_layer_input=cases.VOCABULARY,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+        ),
+        "ministral3": _config(
+            "ministral3",
+            head_dim=16,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 4,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        ),
         "gpt_oss": _config(
             "gpt_oss",
             head_dim=16,
@@ -146,9 +193,10 @@ def write(folder: Path, names: Iterable[str]) -> None:
         model = AutoModelForCausalLM.from_config(configs()[name], dtype=torch.float32)
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
-                adds = name.startswith(("gemma", "qwen3_"))  # norms that add 1 to their weights
-                parameter.normal_(1.0 if "norm" in parameter_name and not adds else 0.0, 0.2)
+                adds = name.startswith(("gemma2", "gemma3", "qwen3_"))  # norms that add 1 to their weights
+                is_factor = "norm" in parameter_name or "scale" in parameter_name
+                parameter.normal_(1.0 if is_factor and not adds else 0.0, 0.2)
             for buffer_name, buffer in model.named_buffers():
-                if buffer_name.endswith("e_score_correction_bias"):
-                    buffer.normal_(0.0, 0.2)
+                if buffer_name in model.state_dict():  # a router's bias, or a layer's factor
+                    buffer.normal_(1.0 if "scalar" in buffer_name else 0.0, 0.2)
         model.save_pretrained(folder / name)

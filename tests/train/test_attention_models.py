@@ -12,7 +12,8 @@ from tests.train.ranks import Layout
 
 pytestmark = pytest.mark.usefixtures("realm")
 EVERY = list(range(len(cases.LENGTHS)))
-QUICK = ("gemma2", "gpt_oss", "cohere2", "qwen3_5_text", "bamba")
+QUICK = ("gemma2", "gemma4_per_layer", "gpt_oss", "cohere2", "qwen3_5_text", "bamba")
+GEMMA4 = ("gemma4_text", "gemma4_moe", "gemma4_per_layer")
 
 
 def models() -> list:
@@ -44,6 +45,27 @@ def test_joint_and_latent_projections_over_tensor_parallel_ranks(layout, tmp_pat
     names = ("glm4", "phi3", "olmo2", "glm4_moe_lite")
     attention_models.write(tmp_path, names)
     ranks.run(functools.partial(over_ranks, names), layout, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(2, 1), Layout(1, 2), Layout(1, 2, sequence=True), Layout(1, 1, context=2), Layout(2, 2)],
+    ids=lambda layout: layout.name,
+)
+def test_layers_that_differ_over_ranks(layout, tmp_path):
+    """Numbers and sizes of heads, shared keys and values, and embeddings for each layer; two ranks share the only head."""
+    attention_models.write(tmp_path, (*GEMMA4, "ministral3"))
+    ranks.run(functools.partial(over_ranks, (*GEMMA4, "ministral3")), layout, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout", [Layout(2, 1, expert=2), Layout(1, 2, expert=2, sequence=True)], ids=lambda layout: layout.name
+)
+def test_experts_beside_an_mlp_over_expert_parallel_ranks(layout, tmp_path):
+    attention_models.write(tmp_path, ["gemma4_moe"])
+    ranks.run(functools.partial(over_ranks, ["gemma4_moe"]), layout, tmp_path)
 
 
 # For each kind: a model that has it, and the change of its config that removes it.

@@ -47,6 +47,7 @@ CONFIGS = {
     | {"hybrid_override_pattern": "ME*-ME", "n_routed_experts": 8, "moe_shared_expert_intermediate_size": 48, "head_dim": 16}
     | {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 4, "ssm_state_size": 16},
     "mistral": {"intermediate_size": 96},
+    "ministral3": {"intermediate_size": 96},
     "gemma3_text": {"intermediate_size": 96, "head_dim": 16},
     "gpt_oss": {"intermediate_size": 96, "num_local_experts": 8, "head_dim": 16},
     "glm4": {"intermediate_size": 96, "pad_token_id": None},
