@@ -28,6 +28,12 @@ def is_used(quantization: Mapping[str, Any]) -> bool:
     return quantization.get("quant_method") == "fp8" and list(quantization.get("weight_block_size") or ()) == [BLOCK, BLOCK]
 
 
+def holds(name: str, files: Mapping[str, TensorEntry]) -> bool:
+    """Return whether the stored tensors `files` have the tensor `name` in this format."""
+    scales = files.get(name + SCALES)
+    return scales is not None and files[name].dtype == "F8_E4M3" and scales.dtype in FLOATS and len(scales.shape) == 2
+
+
 def unpacked(stored: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors of a checkpoint, with one tensor in bfloat16 for each matrix and its scales.
 
@@ -35,19 +41,16 @@ def unpacked(stored: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """
     tensors = dict(stored)
     for name, matrix in stored.items():
-        scales = stored.get(name + SCALES)
-        if scales is None or matrix.dtype != "F8_E4M3" or scales.dtype not in FLOATS:
-            continue
-        if scales.shape == tuple(-(-size // BLOCK) for size in matrix.shape):
+        if holds(name, stored) and stored[name + SCALES].shape == tuple(-(-size // BLOCK) for size in matrix.shape):
             del tensors[name + SCALES]
             tensors[name] = replace(matrix, dtype="BF16")
     return tensors
 
 
-def read(name: str, box: Box, stored: Callable[[str, Box], torch.Tensor]) -> torch.Tensor:
+def read(name: str, box: Box, files: Mapping[str, TensorEntry], stored: Callable[[str, Box], torch.Tensor]) -> torch.Tensor:
     """Return a box of the bfloat16 matrix `name`. Factors are multiplied in float32 and rounded once.
 
-    stored: a function from (name of a stored tensor, box in it) to the tensor in this box.
+    files: the stored tensors. stored: a function from (name of a stored tensor, box in it) to the tensor in this box.
     """
     import torch  # which submission may lack
 

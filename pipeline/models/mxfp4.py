@@ -28,6 +28,11 @@ def is_used(quantization: Mapping[str, Any]) -> bool:
     return quantization.get("quant_method") == "mxfp4"
 
 
+def holds(name: str, files: Mapping[str, TensorEntry]) -> bool:
+    """Return whether the stored tensors `files` have the tensor `name` in this format."""
+    return name + SCALES in files
+
+
 def unpacked(stored: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors of a checkpoint, with one tensor in bfloat16 for each pair of blocks and scales.
 
@@ -50,10 +55,10 @@ def scales_of(blocks: str) -> str:
     return blocks.removesuffix(BLOCKS) + SCALES
 
 
-def read(name: str, box: Box, stored: Callable[[str, Box], torch.Tensor]) -> torch.Tensor:
+def read(name: str, box: Box, files: Mapping[str, TensorEntry], stored: Callable[[str, Box], torch.Tensor]) -> torch.Tensor:
     """Return a box of the bfloat16 tensor `name`, which transformers dequantizes from the blocks that hold this box.
 
-    stored: a function from (name of a stored tensor, box in it) to the tensor in this box.
+    files: the stored tensors. stored: a function from (name of a stored tensor, box in it) to the tensor in this box.
     """
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # needs torch, which submission may lack
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.boxes import Box
-from pipeline.models import fp8_blocks, mxfp4
+from pipeline.models import fp8_blocks, fp8_tensors, mxfp4
 from pipeline.models.weight_files import TensorEntry
 
 if TYPE_CHECKING:
     import torch
 
-FORMATS = {"MXFP4": mxfp4, f"FP8 in blocks of {fp8_blocks.BLOCK}": fp8_blocks}
+FORMATS = {"MXFP4": mxfp4, f"FP8 in blocks of {fp8_blocks.BLOCK}": fp8_blocks, "FP8 with a scale per matrix": fp8_tensors}
 
 
 def format_name(quantization: Mapping[str, Any] | None) -> str | None:
@@ -40,5 +40,5 @@ def read(name: str, box: Box, files: Mapping[str, TensorEntry], stored: Callable
     files: the tensors of the checkpoint as they are stored. stored: a function from (name of a stored tensor, box in it) to the
     tensor in this box.
     """
-    of = next((of for of in FORMATS.values() if name + of.SCALES in files), None)
-    return of.read(name, box, stored) if of else stored(name, box)
+    of = next((of for of in FORMATS.values() if of.holds(name, files)), None)
+    return of.read(name, box, files, stored) if of else stored(name, box)

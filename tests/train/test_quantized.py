@@ -30,12 +30,13 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 FORMATS = {  # the family that is published in it, a quantized tensor, the end of its scales' name, the problem without these
     "mxfp4": ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj", "_scales", "unavailable-model"),
     "fp8": ("minimax_m2", "model.layers.1.self_attn.q_proj.weight", "_scale_inv", "unsupported"),
+    "fp8_tensors": ("ministral3", "model.layers.1.self_attn.q_proj.weight", "_scale_inv", "unsupported"),
 }
 
 
 @pytest.fixture(scope="module", params=FORMATS)
 def published(request, tmp_path_factory) -> Path:
-    """Return a checkpoint as OpenAI publishes gpt-oss and MiniMax its models: quantized matrices, and bfloat16."""
+    """Return a checkpoint as OpenAI publishes gpt-oss, MiniMax and Mistral theirs: quantized matrices, and bfloat16."""
     folder = tmp_path_factory.mktemp(request.param) / request.param
     config = configs()[FORMATS[request.param][0]]
     config.max_position_embeddings = 64
@@ -43,11 +44,11 @@ def published(request, tmp_path_factory) -> Path:
     if request.param == "mxfp4":
         config.hidden_size, config.intermediate_size = 64, 96
         config.rope_parameters |= {"beta_fast": 32.0, "beta_slow": 1.0}
-    else:
+    elif request.param == "fp8":
         config.hidden_size, config.intermediate_size, config.head_dim = 160, 136, 36  # blocks at the ends are smaller
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    quantization = (_mxfp4 if request.param == "mxfp4" else _fp8)(tensors)
+    quantization = {"mxfp4": _mxfp4, "fp8": _fp8, "fp8_tensors": _fp8_tensors}[request.param](tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "quantization_config": quantization}))
@@ -70,6 +71,14 @@ def _fp8(tensors: dict[str, torch.Tensor]) -> dict:
     return {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["gate"]}
 
 
+def _fp8_tensors(tensors: dict[str, torch.Tensor]) -> dict:
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        tensors[name] = torch.randn(tensors[name].shape).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = (0.01 + torch.rand(())).bfloat16()
+        tensors[f"{name.removesuffix('weight')}activation_scale"] = torch.rand(()).bfloat16()
+    return {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+
+
 @pytest.fixture(scope="module")
 def dequantized(published) -> dict[str, torch.Tensor]:
     """Return the weights that transformers loads from the same folder; for FP8, whose last blocks it refuses, by definition."""
@@ -80,8 +89,11 @@ def dequantized(published) -> dict[str, torch.Tensor]:
     tensors = load_file(published / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         weight, scales = name.removesuffix("_scale_inv"), tensors.pop(name)
-        (rows, columns), every = tensors[weight].shape, scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        tensors[weight] = (tensors[weight].float() * every[:rows, :columns]).bfloat16()
+        tensors.pop(f"{weight.removesuffix('weight')}activation_scale", None)
+        (rows, columns), every = tensors[weight].shape, scales
+        if scales.dim():
+            every = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        tensors[weight] = (tensors[weight].float() * every.float()).bfloat16()
     return tensors
 
 
@@ -138,11 +150,10 @@ def test_submission_reads_the_tensors_of_the_blocks(published, dequantized, tmp_
         n: tuple(t.shape) for n, t in dequantized.items()
     }
     _, name, ending, code = FORMATS[published.name]
-    scales = name + ending
-    without = {name: entry for name, entry in stored.items() if name != scales}
+    lost = (name + ending, f"{name.removesuffix('weight')}activation_scale")
+    without = {name: entry for name, entry in stored.items() if name not in lost}
     assert named(model_weights.tensor_problems("k", published, model, without, "logprobs")) == {("k", code)}
-    tensors = load_file(published / "model.safetensors")
-    del tensors[scales]
+    tensors = {n: tensor for n, tensor in load_file(published / "model.safetensors").items() if n not in lost}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(model))
     policy = policy_of(tmp_path)
