@@ -312,10 +312,24 @@ def test_no_age_is_the_synchronous_algorithm() -> None:
     assert with_keys("grpo", *given)[1].layer["grpo"]["async_grpo"] == {"enabled": False}
     both = with_keys("grpo", "async_rl={sampler: {name: windowed}}")[1]
     assert named(both.problems) == {("grpo.async_grpo", "contradiction")}
-    no_age = ("grpo.async_grpo=null", "async_rl={sampler: {name: in_order, max_lookahead_versions: null}}")
+    no_age = (*ASYNC[1:2], "grpo.async_grpo=null", "async_rl={sampler: {name: in_order, max_lookahead_versions: null}}")
     assert with_keys("grpo", *no_age)[1].layer["grpo"]["async_grpo"]["max_trajectory_age_steps"] is None  # refused later
     custom = ("grpo.async_grpo=null", "async_rl={sampler: {name: custom, target: a:B}}")
     assert named(with_keys("grpo", *custom)[1].problems) == {("async_rl.sampler.name", "unsupported")}
+
+
+@pytest.mark.parametrize(
+    ("given", "note"),
+    [
+        (ASYNC[:2], "take turns on their GPUs"),
+        (("grpo.async_grpo=null", "async_rl={sampler: {name: in_order}}"), "does not correct for older weights"),
+    ],
+)
+def test_an_age_that_cannot_be_used_is_none(given: tuple[str, ...], note: str) -> None:
+    """An age is a limit, so 0 is within it."""
+    translation = with_keys("grpo", *given)[1]
+    assert translation.problems == [] and translation.layer["grpo"]["async_grpo"] == {"enabled": False}
+    assert any(note in text for text in translation.changed)
 
 
 def test_switches_of_nemo_gym_are_not_environments(tmp_path: Path) -> None:

@@ -238,6 +238,12 @@ def _async(t: Translator, section: str) -> None:
     t.consume_off(section)
     if not t.on(f"{section}.enabled"):
         return
+    if t.get("policy.generation.colocated.enabled") and (age := t.get(f"{section}.max_trajectory_age_steps")) != 0:
+        t.consume(section)
+        t.put(f"{section}.enabled", False, section)
+        message = "0: engines and train ranks take turns on their GPUs, so the policy's current weights sample all answers"
+        t.change(f"{section}.max_trajectory_age_steps={age}", message)
+        return
     t.put_defaults({f"{section}.max_generation_failures": 0}, section)
     message = "counts consecutive groups whose episodes all failed; NeMo-RL counts consecutive batches with any failure"
     t.change(f"{section}.max_generation_failures", message)

@@ -1,8 +1,9 @@
 """Translate `async_rl`, the section of NeMo-RL's single controller, into `grpo.async_grpo`.
 
 The single controller's samplers select rollouts up to an age, as Hetstep does. Some select complete rollouts first, so a note
-says which rollouts Hetstep selects. The controller updates weights in flight. Its streaming trainer accumulates the gradients
-of a step while rollouts are under way, which changes no result.
+says which rollouts Hetstep selects. An age is a limit: a loss that does not correct for older weights gets age 0, with a note.
+The controller updates weights in flight. Its streaming trainer accumulates the gradients of a step while rollouts are under
+way, which changes no result.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ def _age(t: Translator, name: str) -> None:
     key, selects = AGES[name]
     age_key = f"{KEY}.sampler.{key}"
     age = t.get(age_key, 1)
+    if age != 0 and not t.get("loss_fn.use_importance_sampling_correction"):
+        t.put(f"{OURS}.enabled", False, age_key)
+        message = "0, since the loss does not correct for older weights; NeMo-RL takes older answers for new"
+        t.change(f"{age_key}={age}", message)
+        return
     t.put(f"{OURS}.enabled", age != 0, age_key)  # our schema judges what is no whole number
     text = f"{OURS}.max_trajectory_age_steps={age}"
     if age == 0:
