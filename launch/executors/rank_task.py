@@ -16,6 +16,7 @@ from submitit.core import plugins
 from submitit.core.job_environment import JobEnvironment
 
 from launch.executors.executor import own_pickle
+from pipeline.config.determinism import ENGINES
 from pipeline.files import rank_log
 from pipeline.job import signals
 from pipeline.node import caches
@@ -80,11 +81,12 @@ def run(folder: str) -> int:
 def set_allocator() -> None:
     """Choose expandable segments on a rank that trains or scores on GPUs, unless a variable of ALLOCATORS is set.
 
-    Packed batches differ in length, so fixed segments would fragment. Ranks of vLLM are left out, because its sleep mode has an
-    allocator of its own.
+    Packed batches differ in length, so fixed segments would fragment. Ranks of vLLM are left out: its sleep mode has an
+    allocator of its own, and its all-reduce cannot share expandable segments between ranks.
     """
     has_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") != ""  # the executors' value for components without GPUs
-    if os.environ["HETSTEP_COMPONENT"] != "generate" and has_gpus and not any(name in os.environ for name in ALLOCATORS):
+    trains = os.environ["HETSTEP_COMPONENT"] not in ENGINES
+    if trains and has_gpus and not any(name in os.environ for name in ALLOCATORS):
         os.environ[ALLOCATORS[0]] = "expandable_segments:True"
 
 

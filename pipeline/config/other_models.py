@@ -13,7 +13,15 @@ from pipeline.algorithms.teacher_assignment import SECTION, loaded_teachers
 from pipeline.config.environments import KINDS, EnvironmentConfig, read_kwargs, scorers
 from pipeline.config.generation import ColocatedConfig
 from pipeline.config.megatron import MegatronLoRAConfig
-from pipeline.config.policy import LoRAConfig, PolicyConfig, ServedJudgeConfig, TeacherConfig, TokenizerConfig, ValueConfig
+from pipeline.config.policy import (
+    LoRAConfig,
+    PolicyConfig,
+    RouterReplayConfig,
+    ServedJudgeConfig,
+    TeacherConfig,
+    TokenizerConfig,
+    ValueConfig,
+)
 from pipeline.config.schema import Recipe, generates, trains
 from pipeline.recipe.problems import Problem
 
@@ -234,8 +242,8 @@ def _with_policy_layout(
 ) -> PolicyConfig:
     """Return the policy's configuration with another model in it.
 
-    The model keeps the policy's parallel layout, but gets no adapters and none of Megatron-Core's own optimizer keys. The
-    numbers of layers in the first and last pipeline stage apply only if it is the policy's own model.
+    The model keeps the policy's parallel layout, but gets no adapters, no replay of routing and none of Megatron-Core's own
+    optimizer keys. The numbers of layers in the first and last pipeline stage apply only if it is the policy's own model.
     """
     policy = recipe.policy
     own: dict[str, Any] = {"optimizer": None, "scheduler": None, "peft": MegatronLoRAConfig()}
@@ -248,6 +256,7 @@ def _with_policy_layout(
         hf_config_overrides=model.hf_config_overrides,
         precision=model.precision,
         freeze_parameters=[],
+        router_replay=RouterReplayConfig(),
         dtensor_cfg=replace(policy.dtensor_cfg, lora_cfg=LoRAConfig()),
         megatron_cfg=replace(policy.megatron_cfg, **own),
         **more,

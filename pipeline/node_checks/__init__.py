@@ -27,6 +27,7 @@ import msgspec
 import torch.distributed as dist
 
 from pipeline.config import ClusterConfig, ComponentConfig
+from pipeline.config.determinism import ENGINES
 from pipeline.files import small_files
 from pipeline.job.attempt import Attempt
 from pipeline.job.watchdog import Failure, Heartbeat
@@ -56,7 +57,7 @@ def check(world: World, cluster: ClusterConfig, compiles: bool = False) -> None:
     if not cluster.node_checks.enabled:
         return
     component: ComponentConfig = getattr(cluster, world.component)
-    needs = InstallationNeeds(world.component != "generate", compiles and component.gpus_per_node > 0)
+    needs = InstallationNeeds(world.component not in ENGINES, compiles and component.gpus_per_node > 0)
     with world.phase("", verb=VERB):
         if world.rank == 0:
             _lead(world, cluster, needs)

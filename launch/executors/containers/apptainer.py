@@ -38,7 +38,8 @@ NOT_PASSED = (
     *("CC", "CXX", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"),
 )
 """Variables that name files of the node, such as those that `module load` sets."""
-HIDDEN = "CLEANENV CONTAIN CONTAINALL FAKEROOT HOSTNAME IPC NET NO_ENV NO_EVAL NO_HOME NO_MOUNT NV NVCCLI PID ROCM UTS WRITABLE"
+HIDDEN = "CLEANENV COMPAT CONTAIN CONTAINALL CWD FAKEROOT HOSTNAME IPC NET NO_ENV NO_EVAL NO_HOME NO_MOUNT NV NVCCLI PID PWD"
+HIDDEN += " ROCM UTS WRITABLE"
 """Options of `exec` that Apptainer also reads from variables APPTAINER_... and SINGULARITY_..."""
 BINDS = ("APPTAINER_BIND", "APPTAINER_BINDPATH", "SINGULARITY_BIND", "SINGULARITY_BINDPATH")
 NO_PROGRAM = "there is no apptainer or singularity in PATH"
@@ -48,7 +49,8 @@ ON_NODE = (
     f"unset {' '.join(NOT_PASSED)} {{APPTAINER,SINGULARITY}}_{{{HIDDEN.replace(' ', ',')}}}",
     "[[ -d ${TMPDIR:-} && -w $TMPDIR ]] || unset TMPDIR",
     "home=${TMPDIR:-/tmp}/hetstep-$UID/home",
-    '(umask 077; mkdir -p "$home") && [[ -O $home ]] || { echo "hetstep: cannot make the folder $home" >&2; exit 1; }',
+    'parent=${home%/*}; (umask 077; mkdir -p "$home") && [[ -O $parent && ! -L $parent && -O $home && ! -L $home ]]'
+    ' || { echo "hetstep: cannot make the folder $home as the user\'s own" >&2; exit 1; }',
     'exec "$program" exec --home "$home" ${TMPDIR:+--bind "$TMPDIR"} "$@"',
 )
 """Lines of bash that a task runs on its node before the container starts. Its arguments follow the last line."""

@@ -22,9 +22,13 @@ from pipeline.config import ComponentConfig, Problem
 CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE")
 LACKING = {
     r"bash: .*: No such file or directory": "the image has no such program. cluster.{}.python names a Python of the image",
-    r"No module named": "the image's Python, cluster.{}.python, lacks this package. containers/build.sh installs all packages",
+    r"(?m)^\s*(ModuleNotFoundError: No module named|.*Error while finding module)": "the image's Python, cluster.{}.python,"
+    " lacks this package, or the module's folder is in no mount and not in PYTHONPATH. containers/build.sh installs Hetstep's"
+    " packages",
     r"version `GLIBC\w*_[\d.]+' not found": "a mounted program needs a newer C library than the image's. Try a Python of the"
     " image as cluster.{}.python, or an image of a newer system",
+    r"lib(cuda|nvidia)\S*: cannot open shared object file": "the container has no NVIDIA driver. A component with GPUs gets the"
+    " node's: check cluster.{}.gpus_per_node and the driver of that node",
     r"cannot open shared object file": "the image lacks this library. Try a Python of the image as cluster.{}.python",
 }
 """Pattern of a line with which a rank ends before its first own message -> what its image lacks. {}: the component."""

@@ -286,6 +286,7 @@ def test_engines_in_float32_do_not_round_to_tf32(load, overrides, value):
         ("train", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
         ("train", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
         ("generate", {}, None),
+        ("judge", {}, None),
     ],
 )
 def test_memory_of_train_ranks_does_not_fragment(monkeypatch, component, variables, value):
