@@ -67,7 +67,7 @@ def test_a_sample_counts_sampled_tokens():
     batch = packed()
     assert episodes(batch.loss_mask) == HOLES and batch.positions.tolist() == [0, 1, 2, *range(8)]
     (update,), *_ = split_batch([found, found], PolicyConfig(max_total_sequence_length=16), [DataParallelRank(0, 1)], 2)
-    assert update.counts == GlobalCounts(tokens=6, sequences=2)
+    assert update.counts == GlobalCounts(tokens=6, sequences=2, good=2)
 
 
 def test_gae_skips_observations_between_turns():
@@ -179,7 +179,7 @@ def test_a_group_of_failed_episodes_contributes_nothing(name):
     samples = algorithm.compute_advantages([good, bad])
     assert [int(one.loss_mask.sum()) for one in samples] == [2, 2, 0, 0]
     (update,), *_ = split_batch(samples, PolicyConfig(max_total_sequence_length=16), [DataParallelRank(0, 1)], 4)
-    assert update.counts == GlobalCounts(tokens=4, sequences=2)
+    assert (update.counts.tokens, update.counts.sequences) == (4, 2)
     if name == "PPO":
         batch = replace(pack(samples, "cpu"), old_values=torch.ones(sum(len(one.tokens) for one in samples)))
         estimated = algorithm.estimate(batch)

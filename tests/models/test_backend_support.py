@@ -77,7 +77,7 @@ def test_layers_that_differ_limit_the_engine():
     exported = {**heads, "per_layer_config": {"1": {"head_dim": 512, "num_key_value_heads": 3}}}
 
     def of(vllm: VLLMConfig, config: dict[str, Any]) -> set[tuple[str, str]]:
-        return named(architecture._check_engine(vllm, config))
+        return named(architecture._check_engine(key, vllm, "the model's", config))
 
     for config in (of_full_attention, exported):
         assert of(VLLMConfig(tensor_parallel_size=3), config) == set()

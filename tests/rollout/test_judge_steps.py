@@ -8,7 +8,7 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.environments.environment import AnsweredTurn, Environment, Outcome
 from pipeline.rollout.episode import Episode
-from pipeline.rollout.judges.environment_steps import EXTRACTED_CHARACTERS, EnvStepper
+from pipeline.rollout.judges.environment_steps import NOTE_CHARACTERS, EnvStepper
 from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.types import Completion, Prompt, Sampling, VersionSpan
 from tests.data.test_chat import CHATML
@@ -44,7 +44,7 @@ def test_the_environment_gets_the_text_before_the_stop_string(ends):
     class Listens(Environment):
         def step_answer(self, prompt, answer):
             seen.append(answer)
-            return Outcome(1.0, notes={"said": answer.text * 100})
+            return Outcome(1.0, notes={"said": answer.text * 400})
 
         def step(self, prompt, text): ...
 
@@ -57,4 +57,4 @@ def test_the_environment_gets_the_text_before_the_stop_string(ends):
     episode.completion = Completion("0", said, np.zeros(len(said), np.float32), spans, "stop", stop)
     outcome = EnvStepper(Listens(), tokenizer, None, max_steps=20).step(episode.step_request(1000), lambda part: None)
     assert seen == [AnsweredTurn("17 + 4", tuple(said.tolist()), step=7, max_steps=20)]
-    assert outcome.notes == {"said": ("17 + 4" * 100)[:EXTRACTED_CHARACTERS]}
+    assert outcome.notes == {"said": ("17 + 4" * 400)[:NOTE_CHARACTERS]}

@@ -206,5 +206,5 @@ def test_gpus_per_node_is_of_all_components_on_shared_nodes():
     overrides, lines = hetstep_sbatch.translated(
         {"GPUS_PER_NODE": "8", "CPUS_PER_WORKER": "96"}, ["recipe=x"], shares_nodes=True
     )
-    assert overrides == [f"cluster.{part}.cpus_per_task=12" for part in ("train", "generate", "reward")]
+    assert overrides == [f"cluster.{part}.cpus_per_task=12" for part in ("train", "generate", "reward", "judge")]
     assert lines[0].startswith("GPUS_PER_NODE: not used")

@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.executors import allocation, containers, nodes, slurm
+from launch.executors import allocation, nodes, slurm
 from launch.executors.components import components
+from launch.executors.containers import runtimes
 from pipeline import config
 from pipeline.config import Recipe, schema_validation
 from tests.launch.model import write_recipe
@@ -184,7 +185,7 @@ def _misread_steps(out: Path, run_dir: Path, parts: dict[str, config.ComponentCo
     steps = [path.read_bytes().decode().split("\0")[:-1] for path in out.glob("srun.*")]
     for name, share in nodes.shares(parts).items():
         part = share.component
-        options = [*nodes.step_options(share), *containers.options(part), *part.srun_args, "bash", "-c"]
+        options = [*nodes.step_options(share), *runtimes.start("pyxis", part)[0], *part.srun_args, "bash", "-c"]
         if not any(step[step.index("--kill-on-bad-exit=1") + 1 : -1] == options for step in steps):
             yield f"{name}: no srun with {options} among {steps}"
         try:

@@ -250,8 +250,8 @@ def test_families_that_vllm_does_not_serve_in_float16_are_refused(load, family):
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_a_judge_that_vllm_does_not_serve_in_float16_is_refused(load, precision):
-    judge = load(model("llama", model_type="gemma2"), f"policy.precision={precision}").policy
-    found = named(architecture._served_problems("evaluate.judge.model_name", judge, ()))
+    recipe = load(model("llama", model_type="gemma2"), f"policy.precision={precision}")
+    found = named(architecture._served_problems(recipe, "evaluate.judge.model_name", recipe.policy, ()))
     assert found == ({("policy.precision", "unsupported")} if precision == "float16" else set())
 
 
@@ -381,7 +381,7 @@ TP, PP, EP, ETP = (
     ("described", "overrides", "key", "code"),
     [
         (model("llama", model_type="gemma3"), [], MODEL, "unsupported"),
-        (model("llama", quantization_config={"quant_method": "fp8"}), [], MODEL, "unsupported"),
+        (model("llama", quantization_config={"quant_method": "awq"}), [], MODEL, "unsupported"),
         (model("llama", attention_bias=True), [], MODEL, "unsupported"),
         (model("qwen3", hidden_act="gelu"), [], MODEL, "unsupported"),
         (
@@ -457,7 +457,8 @@ def test_quantized_checkpoints_that_ranks_do_not_read_are_refused(load, section)
     for quantization, refuses in (
         ({"quant_method": "mxfp4"}, False),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, False),
-        ({"quant_method": "fp8"}, True),  # one scale for a whole matrix
+        ({"quant_method": "fp8"}, False),  # one scale for a whole matrix
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, True),
         ({"quant_method": "awq"}, True),
     ):
         recipe, _ = backend_choice.choose(load(model("llama", quantization_config=quantization), f"{section}.enabled=true"))

@@ -97,7 +97,7 @@ def test_contradicting_keys_are_refused(load, overrides, problem):
         (["judge.vllm_cfg.max_model_len=100"], {}, ("judge.vllm_cfg.max_model_len", "too-large")),
         (["judge.vllm_kwargs={max_num_seqs: 3}"], {}, ("judge.vllm_kwargs.max_num_seqs", "contradiction")),
         ([], {"architectures": ["LlamaForSequenceClassification"]}, ("judge.model_name", "unavailable-model")),
-        ([], {"quantization_config": {"quant_method": "fp8"}}, ("judge.model_name", "unsupported")),
+        ([], {"quantization_config": {"quant_method": "awq"}}, ("judge.model_name", "unsupported")),
         (
             ["judge.vllm_cfg.tensor_parallel_size=3", "cluster.judge.ranks_per_node=3"],
             {},
