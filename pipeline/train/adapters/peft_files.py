@@ -26,6 +26,9 @@ from pipeline.train.tensor_files import write_tensors
 from pipeline.types import Head
 
 ROOT = "base_model.model."  # peft's prefix of the names of the model's modules
+_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+_REFUSED_IN_MAMBA = (".out_proj", ".conv1d")
+"""`_check_lora_target_modules_mamba` in peft/tuners/tuners_utils.py."""
 _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
@@ -101,6 +104,9 @@ def _config(saved: SavedAdapters, policy: PolicyConfig, modules: Mapping[str, st
     if saved.spec.dora and confused:
         message = f"got true, but peft treats {min(confused)} as experts, which have no DoRA. Try adapter=false"
         raise RecipeError(Problem("adapter", "unsupported", message))
+    if model_config(policy, head).model_type in _MAMBA and (refused := {n for n in names if n.endswith(_REFUSED_IN_MAMBA)}):
+        message = f"got true, but peft takes no adapter of {min(refused)} in a model with Mamba layers. Try adapter=false"
+        raise RecipeError(Problem("adapter", "unsupported", f"{message}, which merges weights"))
     parameters = [*experts, *(f"{name}.weight" for name in confused)]
     return LoraConfig(
         task_type="CAUSAL_LM" if head == "logprobs" else "SEQ_CLS",
