@@ -32,6 +32,7 @@ from pipeline.config import (
     keyed_sets,
 )
 from pipeline.data import sources
+from pipeline.environments.reward_forms import JUDGE_TOKENIZER
 
 MOST_LINKS = 40  # symbolic links in one path: path_resolution(7)
 
@@ -232,6 +233,10 @@ def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike]) -> Iterato
     for code in user_imports.code_references(recipe):
         if code.component == name and (folder := user_imports.folder_of(code, recipe)):
             yield RequiredPath(f"the module of {code.key}", folder)
+        asks = code.component == name and code.environment and config.serves_judge(recipe)
+        if asks and user_imports.has_parameter(code, recipe, JUDGE_TOKENIZER):
+            key, tokenizer = "judge.tokenizer.name", config.served_judge_policy(recipe).tokenizer.name
+            yield from _model_paths(f"the tokenizer of {key}, for {code.path}", key, tokenizer, pending)
 
 
 def _holds(recipe: Recipe, name: str, section: str, rewarded: str | None) -> bool:

@@ -42,6 +42,7 @@ from pipeline.config import (
     trains,
 )
 from pipeline.config.environments import scorers
+from pipeline.environments.reward_forms import ROUTER
 from pipeline.environments.tools import TOOLS, read_tools
 from pipeline.models import FAMILIES
 from pipeline.recipe import user_code
@@ -199,6 +200,15 @@ def _read(reference: CodeReference, folders: Sequence[Path], checks_imports: boo
     return bounded.call(lambda: user_source.describe(*about, folders, checks_imports))
 
 
+def has_parameter(reference: CodeReference, recipe: Recipe, name: str) -> bool:
+    """Return whether the source of a user's reward function shows a parameter with this name."""
+    try:
+        reply = _read(reference, searched(recipe), checks_imports=False)
+    except bounded.Unbounded:
+        return False
+    return name in (reply.get("named") or reply.get("fields") or ())
+
+
 def processed(recipe: Recipe, trust: Trust, path: str, records: Sequence[Record]) -> list[dict[str, Any]] | str:
     """Return what the processor at a path makes of each record: {made: records} or {fault: text}.
 
@@ -272,7 +282,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
             yield _wrong_code(reference, answer)
         elif "ok" in answer:
             notes += _unnamed_arguments(reference, answer)
-            if answer.get("judge") and not serves_judge(recipe):
+            if answer.get("judge") == "needed" and not serves_judge(recipe):
                 message = f"got null; expected the model that {reference.path} asks at its reward_router_address"
                 yield Problem("judge.model_name", "missing-value", message)
         elif elsewhere and ("absent" in answer or answer["foreign"]):
@@ -282,6 +292,24 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
             yield Problem(reference.key, "not-installed", what)
         else:
             yield Problem(reference.key, "not-importable", f"{reference.path} cannot be imported: {answer['raised']}")
+    if serves_judge(recipe):
+        yield from _check_judge_is_asked(recipe, answers)
+
+
+def _check_judge_is_asked(recipe: Recipe, answers: Replies) -> Iterator[Problem]:
+    """Yield a problem if nothing that scores answers may ask the judge of the job."""
+    unused = []
+    for scorer in (scorer for name, environment in recipe.env.items() for scorer in scorers(name, environment)):
+        if scorer.kind in KINDS.built_in:
+            if scorer.kind == "llm_judge" and scorer.kwargs.get("url") is None:
+                return
+        elif answers.get(scorer.key, {}).get("judge") == "unused":
+            unused.append(scorer.kind)
+        else:
+            return
+    if unused:  # else `check_judge` reports it
+        message = f"got {recipe.judge.model_name}, but nothing asks it: {', '.join(unused)} has no parameter {ROUTER}"
+        yield Problem("judge.model_name", "has-no-effect", f"{message}. Try env.NAME.kind=llm_judge without kwargs.url")
 
 
 def _unnamed_arguments(reference: CodeReference, answer: dict[str, Any]) -> Iterator[str]:

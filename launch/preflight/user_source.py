@@ -1,7 +1,8 @@
 """Describe a user's code: by an import in a process of its own, or from its source alone.
 
 A description is a reply: one of {ok, fields, required}, for a function with a signature also {named}, {wrong, code}, {absent,
-importer} and {raised, foreign}. `fields` are the arguments that columns and kwargs can give; None for any.
+importer} and {raised, foreign}. `fields` are the arguments that columns and kwargs can give; None for any. For environments and
+rewards {judge} says whether the job's judge is needed, optional or unused.
 
 `python -m launch.preflight.user_source REPLY` reads {folders, asked: {key: [path, role, kwargs]}} as JSON from stdin, imports
 the code, and writes key -> reply as JSON into the file REPLY. Given {folders, process: path, records}, it writes what a
@@ -103,8 +104,9 @@ def _reply_about(loaded_object: Any, role: str, kwargs: Mapping[str, Any]) -> di
             return {"wrong": wrong, "code": "wrong-type" if custom.problem(loaded_object, (), role) else "unknown-key"}
         if form := custom.form_of(loaded_object):
             reply = {"ok": True, "fields": None if form.takes_any else form.named, "required": form.required}
-            reply |= {"judge": True} if form.asks_judge else {}
+            reply["judge"] = "needed" if form.asks_judge else "optional" if form.may_ask_judge else "unused"
             return {**reply, "named": form.named} if form.parameters and not inspect.isclass(loaded_object) else reply
+        return {"ok": True, "fields": None, "required": [], "judge": "unused"}
     elif role == "loss":
         if found := custom_loss.problem(loaded_object, kwargs):
             return {"wrong": found[1], "code": found[0]}

@@ -75,7 +75,7 @@ def check_judge(recipe: Recipe) -> Iterator[Problem]:
     for name, environment in recipe.env.items():
         for scorer in scorers(name, environment):
             if scorer.kind != "llm_judge":
-                own |= scorer.kind not in KINDS
+                own |= scorer.kind not in KINDS.built_in
                 continue
             arguments, problems = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)
             own |= bool(problems)  # which may be of a judge that asks this model
@@ -95,12 +95,12 @@ def check_judge(recipe: Recipe) -> Iterator[Problem]:
 
 def _check_asking(recipe: Recipe, key: str, name: str, most: int) -> Iterator[Problem]:
     """Yield the problems of an environment that asks the judge of the job. key: of the kwargs. most: tokens of a reply."""
-    given, room = recipe.env[name].timeout_s, recipe.judge.vllm_cfg.max_model_len
-    if given < LEAST_JUDGE_S:
-        message = (
-            f"got {given:g} s; expected at least {LEAST_JUDGE_S:g} s, since an answer waits in the judge's engines for others"
-        )
-        yield Problem(f"env.{name}.timeout_s", "too-small", f"{message}. Try env.{name}.timeout_s=600")
+    room = recipe.judge.vllm_cfg.max_model_len
+    for other, environment in recipe.env.items():
+        waits = other == name or (environment.kind in KINDS and environment.kwargs.get("judge") == name)
+        if waits and (given := environment.timeout_s) < LEAST_JUDGE_S:
+            message = f"got {given:g} s; expected at least {LEAST_JUDGE_S:g} s, since an answer waits in the judge's engines"
+            yield Problem(f"env.{other}.timeout_s", "too-small", f"{message} for others. Try env.{other}.timeout_s=600")
     if recipe.judge.model_name is not None and most >= room:
         message = f"got {most}; expected less than judge.vllm_cfg.max_model_len, {room}, which limits prompt and reply together"
         yield Problem(f"{key}.request.max_tokens", "too-large", f"{message}. Try judge.vllm_cfg.max_model_len={4 * most}")

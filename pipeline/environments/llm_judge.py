@@ -10,7 +10,8 @@ a verdict. So if no reply has one, the judge judges an empty answer: if that wor
 judge did.
 
 The job's judge decodes greedily by default. It repeats its reply to a prompt, so a prompt whose reply has no verdict is asked
-again with another seed and a temperature of at least AGAIN_TEMPERATURE.
+again with another seed and a temperature of at least AGAIN_TEMPERATURE. It limits each reply to `max_tokens`. So no answer can
+make it late: if it does not reply in time, it is busy, and the episode is dropped.
 
 Leaves out: judging many answers in one request, streamed replies.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import random
@@ -175,6 +177,24 @@ class LLMJudgeArguments:
         return self.request.get("max_completion_tokens") or self.request.get("max_tokens") or MAX_TOKENS
 
 
+def _check_request(key: str, request: dict[str, Any], of_job: bool) -> Iterator[Problem]:
+    """Yield the problems of further fields of a request. of_job: whether the judge of the job reads them."""
+    for name, instead in (("messages", "kwargs.prompt"), ("model", "judge.model_name" if of_job else "kwargs.model")):
+        if name in request:
+            yield Problem(f"{key}.{name}", "contradiction", f"got a value; expected none, since {instead} gives it")
+    if not of_job:
+        return
+    fields = [name for name in ChatBody.__struct_fields__ if name not in ("messages", "model")]
+    for name in [name for name in request if name not in ChatBody.__struct_fields__]:
+        hint = "Try judge.tokenizer.chat_template_kwargs" if name == "chat_template_kwargs" else "Try to leave it out"
+        message = f"got a value, which the job's judge does not read; expected one of: {', '.join(fields)}. {hint}"
+        yield Problem(f"{key}.{name}", "has-no-effect", message)
+    try:
+        msgspec.convert({name: request[name] for name in fields if name in request} | {"messages": []}, ChatBody)
+    except msgspec.ValidationError as error:
+        yield Problem(key, "wrong-type", f"the job's judge refuses it: {error}")
+
+
 @dataclass(frozen=True, slots=True)
 class _Judged:
     """A verdict, and how it was got."""
@@ -213,6 +233,7 @@ class LLMJudge(BuiltinEnvironment):
         headers = {}
         if arguments.api_key_env is not None:
             headers["Authorization"] = f"Bearer {_key(arguments.api_key_env)}"
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs addresses, which may have a key
         limits = httpx.Limits(max_connections=self.workers)
         self._client = httpx.Client(headers=headers, limits=limits, trust_env=not self._of_job)  # proxies lead out of the job
 
@@ -239,11 +260,7 @@ class LLMJudge(BuiltinEnvironment):
             message = "got shorten with a url, whose server does not tell the length of its context. Try refuse"
             yield Problem(f"{key}.overlong", "unsupported", message)
         yield from _check_prompts(key, arguments)
-        if of_job:
-            try:
-                msgspec.convert({"messages": [], **arguments.request}, ChatBody)
-            except msgspec.ValidationError as error:
-                yield Problem(f"{key}.request", "wrong-type", f"the job's judge refuses it: {error}")
+        yield from _check_request(f"{key}.request", arguments.request, of_job)
 
     @classmethod
     @override
@@ -285,7 +302,7 @@ class LLMJudge(BuiltinEnvironment):
         except NoReply:
             raise Unjudged(str(first_error)) from None
         try:
-            return self._fitting(form, prompt, text, 1, deadlines[1], tries)  # the endpoint may have recovered
+            return self._fitting(form, prompt, text, 1, deadlines[1], first_error.unreadable)  # it may have recovered
         except NoReply as error:
             if error.busy:
                 raise Unjudged(str(error)) from None
@@ -318,7 +335,8 @@ class LLMJudge(BuiltinEnvironment):
         def request(unreadable: int) -> tuple[JudgeVerdict, str]:
             again: dict[str, Any] = {}
             if self._of_job and (attempt := asked + unreadable):
-                again = {"seed": attempt, "temperature": max(AGAIN_TEMPERATURE, self._fields["temperature"])}
+                seed = (self._fields.get("seed", 0) + attempt) % 2**63
+                again = {"seed": seed, "temperature": max(AGAIN_TEMPERATURE, self._fields["temperature"])}
             return self._readable(form, content, again, deadline)
 
         (verdict, reply), count = self._until(request, tries, deadline)
@@ -335,9 +353,8 @@ class LLMJudge(BuiltinEnvironment):
                 pause = error.pause_s or min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (number - 1)) * random.uniform(0.5, 1.0)
                 pause = 0.0 if error.unreadable and self._of_job else pause
                 if number == tries or time.monotonic() + pause >= deadline:
-                    raise NoReply(
-                        f"{self._name}: no usable reply after {number} tries; the last error: {error}", error.busy
-                    ) from None
+                    text = f"{self._name}: no usable reply after {number} tries; the last error: {error}"
+                    raise NoReply(text, error.busy, unreadable) from None
                 time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
@@ -384,11 +401,11 @@ class LLMJudge(BuiltinEnvironment):
         try:
             verdict = None if finish == CUT else form.read(text)
         except ValueError as error:
-            raise _TransientError(str(error), unreadable=True) from None
+            raise _TransientError(str(error), unreadable=1) from None
         if verdict is None:
             cut, what = " that was cut," if finish == CUT else "", "score" if self._arguments.rating == "score" else "verdict"
             message = f"a reply{cut} without a {what} in its last line: {text[-SHOWN:]!r}"
-            raise _TransientError(message, unreadable=True)
+            raise _TransientError(message, unreadable=1)
         return verdict, text
 
     def _post(self, url: str, body: bytes, deadline: float) -> bytes:
@@ -403,10 +420,10 @@ class LLMJudge(BuiltinEnvironment):
                     if len(reply) > MAX_REPLY_BYTES:
                         raise NoReply(f"{self._name}: a reply of more than {MAX_REPLY_BYTES} bytes")
                     if time.monotonic() > deadline:
-                        raise _TransientError("the reply did not end in time")
+                        raise _TransientError("the reply did not end in time", busy=self._of_job)
         except httpx.TransportError as error:
-            is_unreached = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-            raise _TransientError(f"{type(error).__name__}: {error}", is_unreached) from None
+            unreached = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+            raise _TransientError(f"{type(error).__name__}: {error}", busy=self._of_job or unreached) from None
         if response.status_code in RETRIED:
             busy = response.status_code in BUSY
             raise _TransientError(f"status {response.status_code}: {_start(reply)}", busy, _retry_after(response))
@@ -418,22 +435,25 @@ class LLMJudge(BuiltinEnvironment):
 
 
 class NoReply(Exception):
-    """Raised if the endpoint gave no reply, or a reply without a score. busy: True if no answer can be the cause."""
+    """Raised if the endpoint gave no reply, or a reply without a verdict.
 
-    def __init__(self, text: str, busy: bool = False) -> None:
+    busy: True if no answer can be the cause. unreadable: the number of replies without a verdict.
+    """
+
+    def __init__(self, text: str, busy: bool = False, unreadable: int = 0) -> None:
         super().__init__(text)
-        self.busy = busy
+        self.busy, self.unreadable = busy, unreadable
 
 
 class _TransientError(NoReply):
     """Raised for a failure that another try may avoid.
 
-    pause_s: the wait that the endpoint requests; None: it requests none. unreadable: there is a reply, without a verdict.
+    pause_s: the wait that the endpoint requests; None: it requests none. unreadable: 1 if there is a reply, without a verdict.
     """
 
-    def __init__(self, text: str, busy: bool = False, pause_s: float | None = None, unreadable: bool = False) -> None:
-        super().__init__(text, busy)
-        self.pause_s, self.unreadable = pause_s, unreadable
+    def __init__(self, text: str, busy: bool = False, pause_s: float | None = None, unreadable: int = 0) -> None:
+        super().__init__(text, busy, unreadable)
+        self.pause_s = pause_s
 
 
 class _OverlongError(NoReply):

@@ -110,6 +110,7 @@ class RewardForm:
         self.required = [name for name in needed if name not in given]
         """Those of `named` that a column or kwargs must give."""
         self.asks_judge = self.name == "verl's" and any(name in needed for name in OF_JUDGE)
+        self.may_ask_judge = self.name == "verl's" and (self.takes_any or any(name in self.named for name in OF_JUDGE))
 
     def problem(self, kwargs: Sequence[str]) -> str | None:
         """Return why a function with these parameters cannot be called with these kwargs; None if it can."""

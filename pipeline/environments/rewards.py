@@ -83,12 +83,12 @@ class FunctionReward(Reward):
 
     def _of_judge(self, judge: ServedJudge | None) -> dict[str, Any]:
         """Return the arguments of verl's form about the job's judge."""
-        wanted = [name for name in OF_JUDGE if self._form.takes_any or name in self._form.named]
-        if self._form.name != "verl's" or not wanted:
+        if not self._form.may_ask_judge:
             return {}
         if judge is None:
             if self._form.asks_judge:
-                raise ValueError(f"it needs {wanted[0]}; expected a judge in the job. Try judge.model_name=MODEL")
+                needed = next(name for name in OF_JUDGE if name in self._form.named)
+                raise ValueError(f"it needs {needed}; expected a judge in the job. Try judge.model_name=MODEL")
             return {}
         arguments: dict[str, Any] = {ROUTER: judge.addresses[os.getpid() % len(judge.addresses)]}
         if JUDGE_TOKENIZER in self._form.named:

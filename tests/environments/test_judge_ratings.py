@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import logging
 import re
+import time
 from typing import Any
 
 import httpx
@@ -113,11 +115,11 @@ def test_only_what_follows_the_thinking_is_judged(endpoint):  # noqa: F811
 # ---- the judge of the job ---------------------------------------------------------------------------------------------------
 
 
-def of_job(endpoint, **kwargs: Any) -> LLMJudge:  # noqa: F811
+def of_job(endpoint, timeout_s: float = 20.0, **kwargs: Any) -> LLMJudge:  # noqa: F811
     """Return a judge that asks the endpoint as if it was one of two engines of the job."""
     address = endpoint.url.removeprefix("http://").removesuffix("/v1")
     served = ServedJudge((f"{address}/KEY", f"{address}/KEY"), "no/tokenizer")
-    environment = EnvironmentConfig(kind="llm_judge", timeout_s=20.0, kwargs=kwargs)
+    environment = EnvironmentConfig(kind="llm_judge", timeout_s=timeout_s, kwargs=kwargs)
     endpoint.judges.append(build({"x": environment}, served_judge=served)["x"])
     return endpoint.judges[-1]
 
@@ -134,14 +136,29 @@ def overlong(limit: int):
     return reply
 
 
-def test_a_reply_without_a_verdict_is_asked_again_with_another_seed(endpoint, monkeypatch):  # noqa: F811
+def test_a_reply_without_a_verdict_is_asked_again_with_another_seed(endpoint, monkeypatch, caplog):  # noqa: F811
+    caplog.set_level(logging.INFO)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     endpoint.replies = [says("Hm."), (503, b"loading"), says("Hm."), says("Score: 5")]
     assert of_job(endpoint).step(PROMPT, "4").metrics == {"score": 5.0, "tries": 4.0}
     asked = [(body["temperature"], body.get("seed", 0), body["max_tokens"]) for _, body in endpoint.requests]
     again = AGAIN_TEMPERATURE
     assert asked == [(0, 0, 1024), (again, 1, 1024), (again, 1, 1024), (again, 2, 1024)]
+    assert "KEY" not in caplog.text
     assert {headers["path"] for headers, _ in endpoint.requests} == {"/KEY/v1/chat/completions"}
+
+
+def test_repeats_have_seeds_of_their_own(endpoint):  # noqa: F811
+    endpoint.replies = [says("Hm."), says("Score: 5")]
+    of_job(endpoint, request={"temperature": 0.8, "seed": 1}).step(PROMPT, "4")
+    assert [(body["temperature"], body["seed"]) for _, body in endpoint.requests] == [(0.8, 1), (0.8, 2)]
+
+
+def test_an_overloaded_judge_is_not_the_answers_fault(endpoint):  # noqa: F811
+    endpoint.replies = [lambda handler: time.sleep(2) or says("Score: 5"), says("Score: 5")]
+    with pytest.raises(Unjudged, match="ReadTimeout"):
+        of_job(endpoint, timeout_s=1.0).step(PROMPT, "4")
+    assert len(endpoint.requests) == 1  # an empty answer is not judged
 
 
 @pytest.mark.parametrize("mode", ["refuse", "shorten"])

@@ -456,7 +456,14 @@ def test_a_generative_reward_model_is_the_judge(recipe, inspect, tmp_path: Path)
     assert (found.env["reward"].kind, found.env["reward"].timeout_s) == ("my_score.compute_score", 600.0)
     loaded = inspect(*pool)
     assert (loaded.recipe.cluster.judge.gpus_per_node, loaded.recipe.judge.vllm_cfg.tensor_parallel_size) == (2, 2)
-    assert any("the judge has 2 GPUs of its own; in verl those of the policy" in note for note in loaded.notes)
+    for text in (
+        "has 2 GPUs of its own; in verl those of the policy",
+        "vLLM samples in place of SGLang",
+        "gets a greedy reply",
+    ):
+        assert any(JUDGE in note and text in note for note in loaded.notes), text
+    staged = recipe(*pool, *(f"{JUDGE}.rollout.{name}_parallel_size=2" for name in ("pipeline_model", "expert")))
+    assert (staged.cluster.judge.gpus_per_node, staged.judge.vllm_cfg.expert_parallel_size) == (4, 2)
     older = ("reward_model.enable=True", "reward_model.model.path=an/older", "reward_model.rollout.max_model_len=9000", scored)
     assert (recipe(*older).judge.model_name, recipe(*older).judge.vllm_cfg.max_model_len) == ("an/older", 9000)
     with refused((f"{JUDGE}.enable", "unsupported")):  # which classifies

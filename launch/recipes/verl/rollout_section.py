@@ -60,15 +60,7 @@ def translate(t: Translator, algorithm: str) -> None:
         t.put(ours, t.get(f"{ROLLOUT}.{name}"), f"{ROLLOUT}.{name}")
     t.put(f"{GENERATION}.top_k", _top_k(t.get(f"{ROLLOUT}.top_k")), f"{ROLLOUT}.top_k")
     _validation(t, algorithm)
-    experts = t.get(f"{ROLLOUT}.expert_parallel_size")
-    if isinstance(experts, int) and experts > 1:
-        ranks = t.get(f"{ROLLOUT}.tensor_model_parallel_size")
-        t.put(f"{VLLM}.expert_parallel_size", ranks, f"{ROLLOUT}.expert_parallel_size")
-        if experts != ranks:
-            t.change(
-                f"{ROLLOUT}.expert_parallel_size={experts}",
-                f"the {ranks} tensor-parallel ranks of an engine hold whole experts",
-            )
+    translate_experts(t, ROLLOUT, VLLM, t.get(f"{ROLLOUT}.tensor_model_parallel_size"))
     if (quantization := t.get(f"{ROLLOUT}.quantization")) == "fp8":
         t.put(f"{VLLM}.precision", "fp8", f"{ROLLOUT}.quantization")
     elif quantization is not None:
@@ -113,12 +105,27 @@ def _top_k(value: object) -> object:
     return None if value in (-1, 0) else value
 
 
-def _engine(t: Translator) -> None:
-    name = t.get(f"{ROLLOUT}.name", "vllm")
+def translate_experts(t: Translator, rollout: str, ours: str, ranks: Any) -> None:
+    """Translate the expert parallelism of engines. ours: our section. ranks: tensor-parallel ranks of an engine."""
+    key = f"{rollout}.expert_parallel_size"
+    experts = t.get(key)
+    if isinstance(experts, int) and experts > 1:
+        t.put(f"{ours}.expert_parallel_size", ranks, key)
+        if experts != ranks:
+            t.change(f"{key}={experts}", f"the {ranks} tensor-parallel ranks of an engine hold whole experts")
+
+
+def translate_engine(t: Translator, rollout: str) -> None:
+    """Translate the name of the engines, all of which are vLLM here."""
+    name = t.get(f"{rollout}.name", "vllm")
     if isinstance(name, str) and name in ENGINES:
-        t.change(f"{ROLLOUT}.name={name}", f"vLLM samples in place of {ENGINES[name]}, from the same distribution")
+        t.change(f"{rollout}.name={name}", f"vLLM samples in place of {ENGINES[name]}, from the same distribution")
     elif name != "vllm":
-        t.lacks(f"{ROLLOUT}.name", name, "this engine", "vllm")
+        t.lacks(f"{rollout}.name", name, "this engine", "vllm")
+
+
+def _engine(t: Translator) -> None:
+    translate_engine(t, ROLLOUT)
     for key, value in list(t.unconsumed_leaves()):
         if key.startswith(f"{ROLLOUT}.engine_kwargs.vllm.") and value is not None:
             argument = key.removeprefix(f"{ROLLOUT}.engine_kwargs.vllm.")

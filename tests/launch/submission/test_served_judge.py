@@ -10,7 +10,8 @@ from launch.executors.local import rank_environments
 from launch.executors.slurm import batch_script
 from launch.governance import inputs
 from launch.plan import backend_choice, estimate, plan_table
-from launch.preflight import container_images, input_files, libraries, model_weights
+from launch.preflight import container_images, input_files, libraries, model_weights, user_imports
+from launch.recipes.trust import Trust
 from launch.runs import run_setup
 from pipeline import config
 from pipeline.job.world import WorkerGroups
@@ -73,6 +74,13 @@ def test_slurm_gives_it_a_component_and_its_container(load, tmp_path):
         (["judge.model_name=null"], ("judge.model_name", "missing-value")),
         (["env.math={_override_: true, kind: math}"], ("judge.model_name", "has-no-effect")),
         (["env.math.timeout_s=10"], ("env.math.timeout_s", "too-small")),
+        (["env.outer={kind: tools, kwargs: {judge: math, tools: {calculator: {}}}}"], ("env.outer.timeout_s", "too-small")),
+        (["env.math.kwargs.request.min_p=0.1"], ("env.math.kwargs.request.min_p", "has-no-effect")),
+        (["env.math.kwargs.request.model=a"], ("env.math.kwargs.request.model", "contradiction")),
+        (
+            ["env.math.kwargs={url: 'http://h/v1', model: m, request: {messages: []}}", "judge.model_name=null"],
+            ("env.math.kwargs.request.messages", "contradiction"),
+        ),
         (["env.math.kwargs.request.max_tokens=32"], ("env.math.kwargs.request.max_tokens", "too-large")),
         (["judge.vllm_cfg.tensor_parallel_size=2"], ("judge.vllm_cfg.tensor_parallel_size", "not-divisible")),
         (["judge.vllm_cfg.precision=fp8", "judge.precision=bfloat16"], ("judge.vllm_cfg.precision", "needs-gpu")),
@@ -121,6 +129,29 @@ def test_a_judge_that_cannot_be_served_is_refused(load, tmp_path, overrides, des
 def test_missing_weights_are_refused(load, tmp_path):
     (tmp_path / "judge/model.safetensors").unlink()
     assert ("judge.model_name", "file-not-found") in named(model_weights.problems(load()))
+
+
+VERLS = "data_source, solution_str, ground_truth"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "unused", "needs_tokenizer"),
+    [
+        ("prompt, answer, **fields", True, False),
+        (VERLS, True, False),
+        (f"{VERLS}, reward_router_address=None", False, False),
+        (f"{VERLS}, reward_router_address, reward_model_tokenizer", False, True),
+        (f"{VERLS}, **more", False, False),
+    ],
+)
+def test_code_that_cannot_ask_it_is_reported(load, tmp_path, parameters, unused, needs_tokenizer):
+    (tmp_path / "own.py").write_text(f"def score({parameters}):\n    return 1.0\n")
+    recipe = load(f"env.math={{_override_: true, kind: '{tmp_path}/own.py:score'}}")
+    for trust in (Trust.NOTHING, Trust.EVERYTHING):
+        found = user_imports.problems(recipe, "local", [], user_imports.probe(recipe, trust))
+        assert named(found) == ({("judge.model_name", "has-no-effect")} if unused else set())
+    needed = {str(path.path) for path in container_images._needs(recipe, "generate", [])}
+    assert (str(tmp_path / "judge") in needed) is needs_tokenizer
 
 
 def test_a_plan_has_its_memory(load):
