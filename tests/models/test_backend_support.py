@@ -77,7 +77,7 @@ def test_layers_that_differ_limit_the_engine():
     exported = {**heads, "per_layer_config": {"1": {"head_dim": 512, "num_key_value_heads": 3}}}
 
     def of(vllm: VLLMConfig, config: dict[str, Any]) -> set[tuple[str, str]]:
-        return named(architecture._check_engine(vllm, config))
+        return named(architecture._check_engine(key, vllm, "the model's", config))
 
     for config in (of_full_attention, exported):
         assert of(VLLMConfig(tensor_parallel_size=3), config) == set()
@@ -111,6 +111,8 @@ def test_a_model_unsupported_by_a_train_backend_is_a_problem():
     assert problems("deepseek_v3", sequence) == {("policy.dtensor_cfg.sequence_parallel", "unsupported")}
     assert problems("glm4_moe_lite", sequence) == problems("glm_moe_dsa", sequence, index_topk=64) == set()
     assert problems("glm_moe_dsa", cut, index_topk=63) == {MODEL}
+    longer = replace(cut, max_total_sequence_length=2049)  # than transformers' default of index_topk
+    assert refused({"model_type": "glm_moe_dsa", **TINY}, longer) == {MODEL}
     assert problems("deepseek_v3", cut) == problems("mixtral", cut) == set()
     assert refused({"model_type": "bloom"}, cut) == set()
 
