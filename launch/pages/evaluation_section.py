@@ -23,7 +23,7 @@ CHANGED = 20
 """Maximum number of changed questions of a task that are shown."""
 TEXT_CHARACTERS = 3_000
 """Maximum number of characters of a prompt or an answer."""
-CLASSES = {"better": "good", "worse": "bad", "cannot tell": "warn"}
+CLASSES = {"better": "good", "worse": "bad", "changed": "warn", "cannot tell": "warn"}
 Suites = Mapping[str, Sequence[EvaluationFolder]]
 Columns = list[tuple[str, EvaluationFolder]]
 """The evaluations of a suite that are shown, with the names of their columns."""
@@ -178,7 +178,7 @@ def _comparison_tables(names: tuple[str, str], compared: Sequence[TaskComparison
             ]
         unpaired = f"{comparison.unpaired} of one only" if comparison.unpaired else ""
         rows.append([comparison.task, verdict, *numbers, unpaired])
-    header = ["task", "", "difference", "p", "better / worse", "questions", ""]
+    header = ["task", "", "difference", "p", "better / worse (or higher / lower)", "questions", ""]
     yield table(header, rows, f"{title}, question by question")
     yield from _warning_list(
         [f"{title}, {comparison.task}: {warning}" for comparison in compared for warning in comparison.warnings]
@@ -196,13 +196,19 @@ def _comparison_tables(names: tuple[str, str], compared: Sequence[TaskComparison
 
 def _changed_article(question: ChangedQuestion, names: tuple[str, str]) -> Html:
     """Return an element with the scores of all answers to a question, and the texts of the first ones."""
-    prompt = next((answer.prompt for answer in (*question.after, *question.before) if answer.prompt), "")
+    prompts = dict.fromkeys(answer.prompt for answer in (*question.after, *question.before) if answer.prompt)  # two of a pair
     sides = [
-        (name, ", ".join(map(_score, answers)), shorten(answers[0].text or answers[0].failure, TEXT_CHARACTERS))
+        (name, ", ".join(map(_score, answers)), shorten(_text(answers), TEXT_CHARACTERS))
         for name, answers in zip(names, (question.before, question.after), strict=True)
     ]
-    prompt = shorten(prompt, TEXT_CHARACTERS)
+    prompt = shorten("\n".join(prompts), TEXT_CHARACTERS)
     return render("pages/changed_question.html.j2", question=question, prompt=prompt, sides=sides)
+
+
+def _text(answers: Sequence[Answer]) -> str:
+    """Return the first answer's text, or why it has none. Of a pair of sentences, return those of both."""
+    firsts = {answer.question: answer.text or answer.failure for answer in reversed(answers)}
+    return "\n".join(reversed(firsts.values()))
 
 
 def _score(answer: Answer) -> str:

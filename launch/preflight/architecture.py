@@ -71,6 +71,9 @@ BALANCED = (
 )  # families with a bias that balances the load of experts
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Values of model_type that vLLM refuses to serve in float16 (vllm/config/model.py, _FLOAT16_NOT_SUPPORTED_MODELS)."""
+TRY_FSDP = "Try policy.dtensor_cfg.enabled=true with policy.megatron_cfg.enabled=false"
+INDEX_TOPK = 2048
+"""transformers' default of the keys that an indexer chooses."""
 GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # ends of the names of models that sample
 
 
@@ -187,7 +190,7 @@ def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool)
         yield from problems_of(lambda: check_fsdp(model, policy.dtensor_cfg))
         if described:
             yield from problems_of(lambda: _check_shared_heads(policy, model))
-    indexed = SimpleNamespace(model_type=model.get("model_type"), index_topk=model.get("index_topk"))
+    indexed = SimpleNamespace(model_type=model.get("model_type"), index_topk=model.get("index_topk", INDEX_TOPK))
     yield from problems_of(lambda: check_indexer(indexed, policy.max_total_sequence_length))
     if model.get("model_type") in models.FAMILIES:
         kind, parameters = _rope(model)
@@ -449,8 +452,11 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
     if family not in models.FAMILIES:
         reason = f", {models.NOT_ON_MEGATRON[family]}" if family in models.NOT_ON_MEGATRON else ""
         message = f"got a '{family}' model{reason}; the Megatron backend supports only {', '.join(models.FAMILIES)}"
-        hint = "Try policy.dtensor_cfg.enabled=true with policy.megatron_cfg.enabled=false, which supports more models"
-        yield Problem(key, "unsupported", f"{message}. {hint}")
+        yield Problem(key, "unsupported", f"{message}. {TRY_FSDP}, which supports more models")
+        return
+    if "text_config" in model:  # whose own model_type is another one, which ranks do not find in FAMILIES
+        message = f"got a multimodal checkpoint, whose language model is '{family}'; the Megatron backend supports only"
+        yield Problem(key, "unsupported", f"{message} checkpoints of a language model alone. {TRY_FSDP}, which trains its text")
         return
     if not described:
         for name, only in PLAIN.items():

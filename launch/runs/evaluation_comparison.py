@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from launch.runs.evaluation_folder import EvaluationFolder
 from launch.terminal.units import plural
+from pipeline.evaluation.formats.bias_benchmarks import pair_of
 from pipeline.evaluation.questions import Answer
 from pipeline.evaluation.statistics import Difference, difference
 
-LOWER_IS_BETTER = re.compile(
-    r"(perplexity|bits_per_byte|harmless_refused|losses|unparsed|bias_score|pct_stereotype|likelihood_diff|acc_gap)$"
-)
+LOWER_IS_BETTER = re.compile(r"(perplexity|bits_per_byte|harmless_refused|losses|unparsed|likelihood_diff)$")
+NO_DIRECTION = re.compile(r"(bias_score|pct_stereotype|acc_gap)$")
+"""Scores of a bias to either side, whose neutral value is 0 or 0.5: neither a higher nor a lower one is better."""
 
 SETTINGS = (
     *("num_samples", "temperature", "top_p", "top_k", "max_new_tokens"),
@@ -25,7 +26,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class ChangedQuestion:
-    """A question with different scores in two evaluations."""
+    """A question with different scores in two evaluations, or a pair of sentences with all answers to both."""
 
     question: str
     before: Sequence[Answer]
@@ -50,7 +51,8 @@ class TaskComparison:
         difference = self.difference
         if not difference.questions:
             return "no question in common"
-        moved = f"{difference.gained} questions better, {difference.lost} worse, of {difference.questions}"
+        gained, lost = ("higher", "lower") if difference.lower_is_better is None else ("better", "worse")
+        moved = f"{difference.gained} questions {gained}, {difference.lost} {lost}, of {difference.questions}"
         return f"{difference.verdict}: {difference.shown}, p = {difference.p_value:.2g}; {moved}"
 
 
@@ -66,7 +68,7 @@ def compare_task(before: EvaluationFolder, after: EvaluationFolder, task: str, m
     changes = {question: _mean(second[question]) - _mean(first[question]) for question in first.keys() & second.keys()}
     moved = [question for question, change in changes.items() if change]
     moved.sort(key=lambda question: (-abs(changes[question]), question))
-    by_question = [_by_question(folder.answers(task)) for folder in (before, after)] if moved else [{}, {}]
+    by_question = [_by_question(folder.answers(task), changes) if moved else {} for folder in (before, after)]
     changed_questions = [
         ChangedQuestion(question, by_question[0][question], by_question[1][question], changes[question]) for question in moved
     ]
@@ -88,19 +90,21 @@ def _warnings(
             yield f"{key} differs: {_setting(first[key])} and {_setting(second[key])}"
 
 
-def is_lower_better(metric: str) -> bool:
-    """Return whether a lower value of a metric is better."""
-    return LOWER_IS_BETTER.search(metric) is not None
+def is_lower_better(metric: str) -> bool | None:
+    """Return whether a lower value of a metric is better; None if neither a lower nor a higher one is."""
+    return None if NO_DIRECTION.search(metric) else LOWER_IS_BETTER.search(metric) is not None
 
 
 def _setting(value: object) -> str:
     return "null" if value is None else str(value)
 
 
-def _by_question(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+def _by_question(answers: Sequence[Answer], questions: Container[str]) -> dict[str, list[Answer]]:
+    """Return question -> its answers. A value of a pair of sentences (`pair_of`) has the answers to both."""
     by_question: dict[str, list[Answer]] = {}
     for answer in answers:
-        by_question.setdefault(answer.question, []).append(answer)
+        question = answer.question if answer.question in questions else pair_of(answer.question)
+        by_question.setdefault(question, []).append(answer)
     return by_question
 
 

@@ -50,6 +50,12 @@ def task_names(suite: str) -> list[str]:
     return list(section.children)
 
 
+def task_metric(suite: str, task: str) -> str | None:
+    """Return a task's main metric as its suite has it; None if only the evaluation knows. Raises RecipeError."""
+    metric = config_tree.load_with_parents(find(suite)[1]).find(".".join((*TASKS, task, "metric")))
+    return str(metric.value) if isinstance(metric, config_tree.ConfigValue) else None
+
+
 def inspect(suite: str, source: Source, overrides: Iterable[str], cluster_and_more: Mapping[str, Any] = {}) -> Loaded:
     """Return the recipe of an evaluation, with its problems.
 

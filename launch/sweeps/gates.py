@@ -412,6 +412,8 @@ class GateCase:
         before = self._stored_gate()[1].questions if reference == BASELINE else self._questions(reference)
         first = next(iter(self._evaluations(self.run, evaluation).values()))
         lower = is_lower_better(evaluation.metric or first.tasks[evaluation.task]["metric"])
+        if lower is None:  # of a suite that names no metric
+            raise NoValue("neither a lower nor a higher value is better; expected at_least and at_most")
         change = difference(before, self._questions(self.run), lower)
         if not change.questions:
             raise NoValue(f"has no question in common with {reference}")

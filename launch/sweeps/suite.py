@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from launch.runs import suites as evaluation_suites
+from launch.runs.evaluation_comparison import is_lower_better
 from launch.sweeps.expressions import fault
 from launch.sweeps.search_space import ParameterConfig, SearchConfig, Values, is_whole
 from pipeline.config import (
@@ -382,6 +383,10 @@ def _evaluation(key: str, gate: GateConfig, evaluation: EvaluationGateConfig) ->
         near = _nearest(evaluation.task, tasks)
         message = f"got '{evaluation.task}'; expected a task of {evaluation.suite}: {', '.join(tasks)}{near and f'; {near}'}"
         yield Problem(f"{key}.evaluation.task", "not-a-choice", message)
+    metric = evaluation.metric or evaluation_suites.task_metric(evaluation.suite, evaluation.task)
+    if evaluation.not_worse_than is not None and metric and is_lower_better(metric) is None:
+        message = f"{metric} has a neutral value, and neither a lower nor a higher one is better. Try at_least and at_most"
+        yield Problem(f"{key}.evaluation.not_worse_than", "unsupported", message)
 
 
 def _of_run(suite: Suite, run: str, key: str, gate: GateConfig) -> Iterator[Problem]:

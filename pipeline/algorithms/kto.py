@@ -8,7 +8,7 @@ With h = log pi(y) - log pi_ref(y), summed over the answer's tokens, and s = 1 f
 y' is another prompt's answer, put behind this answer's prompt. z0 is a number: it has no gradient. preference_loss =
 apo_zero_unpaired sets z0 = 0 (https://arxiv.org/abs/2408.06266, on answers in place of pairs).
 
-The mean of z0 is over the whole step. TRL averages over the answers of each process and microbatch; ours equals TRL's where
+The mean of z0 is over the whole step. TRL averages over the answers of a microbatch on all processes; ours equals TRL's where
 these are the whole step. TRL rotates the answers of a microbatch by one; we rotate those of the step, and further if a rotation
 by one gives a prompt an answer of its own, as can happen with the two answers of a pair.
 

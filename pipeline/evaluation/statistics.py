@@ -35,7 +35,7 @@ SEED = 20_000
 CHUNK = 1 << 21
 """Random numbers drawn at once."""
 
-Verdict = Literal["better", "worse", "cannot tell"]
+Verdict = Literal["better", "worse", "changed", "cannot tell"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class Difference:
     questions: int
     gained: int  # questions that the second evaluation does better
     lost: int
-    lower_is_better: bool = False
+    lower_is_better: bool | None = False  # None: neither is, and `gained` counts higher scores
 
     @property
     def shown(self) -> str:
@@ -190,8 +190,13 @@ class Difference:
 
     @property
     def verdict(self) -> Verdict:
-        """The second evaluation is "better" or "worse" if both the interval and the test say so, else "cannot tell"."""
+        """The second evaluation is "better" or "worse" if both the interval and the test say so, else "cannot tell".
+
+        A score that is neither better higher nor lower has "changed".
+        """
         if self.p_value < ALPHA and (self.low > 0 or self.high < 0):
+            if self.lower_is_better is None:
+                return "changed"
             return "better" if (self.value > 0) != self.lower_is_better else "worse"
         return "cannot tell"
 
@@ -199,7 +204,7 @@ class Difference:
 def difference(
     first: Mapping[str, Sequence[float]],
     second: Mapping[str, Sequence[float]],
-    lower_is_better: bool = False,
+    lower_is_better: bool | None = False,
     exponential: bool = False,
 ) -> Difference:
     """Compare two evaluations by their question id -> values. Questions that only one of them has are left out.
@@ -222,7 +227,7 @@ def difference(
 
 
 def _exponential_difference(
-    first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]], lower_is_better: bool
+    first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]], lower_is_better: bool | None
 ) -> Difference:
     shared = [question for question in first if len(first[question]) and len(second.get(question, ()))]
     if not shared:

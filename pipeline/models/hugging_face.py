@@ -25,7 +25,11 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
 
 from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig, Problem, RecipeError
@@ -185,8 +189,9 @@ def auto_model(head: Head, config: PreTrainedConfig) -> type:
     """Return transformers' auto class for models of this configuration with this head."""
     if head == "values":
         return AutoModelForSequenceClassification
-    multimodal = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and config.get_text_config() is not config
-    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    several = config.get_text_config() is not config  # some of these families have a model of text alone, with other names
+    multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if several and multimodal else AutoModelForCausalLM
 
 
 def language_model(model: PreTrainedModel) -> torch.nn.Module:

@@ -111,6 +111,8 @@ def test_a_model_unsupported_by_a_train_backend_is_a_problem():
     assert problems("deepseek_v3", sequence) == {("policy.dtensor_cfg.sequence_parallel", "unsupported")}
     assert problems("glm4_moe_lite", sequence) == problems("glm_moe_dsa", sequence, index_topk=64) == set()
     assert problems("glm_moe_dsa", cut, index_topk=63) == {MODEL}
+    longer = replace(cut, max_total_sequence_length=2049)  # than transformers' default of index_topk
+    assert refused({"model_type": "glm_moe_dsa", **TINY}, longer) == {MODEL}
     assert problems("deepseek_v3", cut) == problems("mixtral", cut) == set()
     assert refused({"model_type": "bloom"}, cut) == set()
 

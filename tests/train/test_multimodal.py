@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Gemma4Config, Mistral3Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, Gemma4Config, Mistral3Config, PreTrainedConfig, Qwen3_5Config
 
 from pipeline.config import LoRAConfig
 from pipeline.models.hugging_face import auto_model, language_model
@@ -19,6 +19,9 @@ def config(text: PreTrainedConfig) -> PreTrainedConfig:
     if text.model_type == "gemma4_text":
         heads = {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 32, "pooling_kernel_size": 1}
         return Gemma4Config(text_config=text.to_dict(), vision_config={**PICTURES, **heads})
+    if text.model_type == "qwen3_5_text":
+        seen = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": text.hidden_size}
+        return Qwen3_5Config(text_config=text.to_dict(), vision_config=seen, tie_word_embeddings=False)
     pictures = {"model_type": "pixtral", **PICTURES, "image_size": 8}
     return Mistral3Config(text_config=text.to_dict(), vision_config=pictures, tie_word_embeddings=False)
 
@@ -35,7 +38,7 @@ def write(folder: Path, name: str) -> None:
     both.save_pretrained(folder / "both")
 
 
-@pytest.mark.parametrize("name", ["gemma4_per_layer", pytest.param("ministral3", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["gemma4_per_layer", "qwen3_5_text", pytest.param("ministral3", marks=pytest.mark.full)])
 def test_the_language_model_trains_alone(name, tmp_path):
     write(tmp_path, name)
     trained = ranks.backend(cases.policy(tmp_path / "both"))
@@ -48,6 +51,8 @@ def test_the_language_model_trains_alone(name, tmp_path):
     ranks.assert_near(ours, gradients, 3e-6)
     files, after = load_file(tmp_path / "both/model.safetensors"), ranks.weights(trained)
     same = {n for n, tensor in after.items() if torch.equal(tensor, files[n])}
-    assert same == {n for n in files if "vision" in n or "projector" in n or n.endswith("layer_scalar")} != set()
+    assert (
+        same == {n for n in files if "vision" in n or "projector" in n or "visual" in n or n.endswith("layer_scalar")} != set()
+    )
     adapted = ranks.backend(cases.policy(tmp_path / "both"), lora_cfg=LoRAConfig(True, dim=3, alpha=7))
     assert all("language_model" in n for n in adapted._trained)

@@ -118,3 +118,5 @@ def _kto(t: Translator) -> None:
     if kind == "kto":
         text = "the KL divergence is a mean over the whole update, whose answers are rotated; TRL's over each microbatch"
         t.change("loss_type=kto", text)
+    text = "a pair's two answers follow one another; TRL lists the chosen answers of a thousand records before the rejected"
+    t.change("paired data", text)

@@ -14,7 +14,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -39,10 +39,26 @@ class BBQ(HarnessRecords):
     """Records of BBQ's JSONL files, which `oskarvanderwal/bbq` has too."""
 
     Arguments = BBQArguments
+    choices: ClassVar[Mapping[str, Sequence[str]]] = {
+        "question_polarity": ("neg", "nonneg"),
+        "context_condition": ("ambig", "disambig"),
+        "category": (
+            *("Age", "Disability_status", "Gender_identity", "Nationality", "Physical_appearance", "Race_ethnicity"),
+            *("Race_x_gender", "Race_x_SES", "Religion", "SES", "Sexual_orientation"),
+        ),
+    }
+    """Column -> its values. The harness fails at another category, and takes another polarity or condition for one of these."""
     columns = (
         *("context", "question", "ans0", "ans1", "ans2", "label", "answer_info", "additional_metadata"),
         *("question_polarity", "context_condition", "category"),
     )
+
+    @override
+    def question(self, record: Record, index: int) -> Question:
+        for column, expected in self.choices.items():
+            if (value := value_of(record, column)) not in expected:
+                raise ValueError(f"its '{column}' is {value!r}; expected one of {', '.join(expected)}")
+        return super().question(record, index)
 
 
 @dataclass
@@ -120,7 +136,7 @@ def winobias_document(record: Record) -> dict[str, Any]:
 
     choices: the occupations in the order of the sentence, mostly two. label: the index of the one that the pronouns refer to.
     pronoun: the first one. condition: pro, if it is that of the occupation's majority, else anti. pair: equal for sentences
-    that differ in their pronouns alone.
+    with the same referent that differ in their pronouns alone.
     """
     sentence, mentions = _of_tokens(record) if "tokens" in record else _of_line(text_of(record, "sentence"))
     pronouns = [mention for mention in mentions if mention.lower() in PRONOUNS]
@@ -140,7 +156,7 @@ def winobias_document(record: Record) -> dict[str, Any]:
         "choices": shown,
         "label": choices.index(referent),
         "condition": condition,
-        "pair": " ".join("_" if word.lower() in PRONOUNS else word for word in re.split(r"\W+", sentence)),
+        "pair": " ".join([referent, *("_" if word.lower() in PRONOUNS else word for word in re.split(r"\W+", sentence))]),
     }
 
 
@@ -183,6 +199,11 @@ WINOBIAS = {
 """The harness's configuration of format=winobias."""
 
 
+def pair_of(question: str) -> str:
+    """Return the id of a WinoBias sentence's pair, by which `pro_anti_gap` has its values; "" for other ids without "-"."""
+    return question.rpartition("-")[0]
+
+
 def pro_anti_gap(answers: Mapping[str, Mapping[str, float]]) -> dict[str, list[float]]:
     """Return pair of sentences -> [acc of its pro sentence - acc of its anti sentence], for pairs of which both are asked.
 
@@ -191,7 +212,7 @@ def pro_anti_gap(answers: Mapping[str, Mapping[str, float]]) -> dict[str, list[f
     """
     by_pair: dict[str, dict[str, float]] = {}
     for question, metrics in answers.items():
-        pair, _, condition = question.rpartition("-")
+        pair, condition = pair_of(question), question.rpartition("-")[2]
         if f"acc_{condition}" in metrics:
             by_pair.setdefault(pair, {})[condition] = metrics[f"acc_{condition}"]
     return {pair: [of["pro"] - of["anti"]] for pair, of in by_pair.items() if len(of) == len(CONDITIONS)}

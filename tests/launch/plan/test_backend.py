@@ -412,6 +412,7 @@ TP, PP, EP, ETP = (
         (model("qwen3_5_text", linear_num_key_heads=2), sizes(tp=4), TP, "not-divisible"),
         (model("qwen3_5_text", linear_num_value_heads=12), sizes(cp=8), f"{KEY}.context_parallel_size", "not-divisible"),
         (model("qwen3_moe"), sizes(tp=2), f"{KEY}.sequence_parallel", "unsupported"),
+        (model("qwen3_5_text", text_config={"model_type": "qwen3_5_text"}), [], MODEL, "unsupported"),  # multimodal
         (model("glm_moe_dsa", index_topk=16), [], MODEL, "unsupported"),
         (model("glm_moe_dsa", index_topk_freq=2), [], MODEL, "unsupported"),
         (model("nemotron_h", tie_word_embeddings=True), [], MODEL, "unsupported"),

@@ -28,16 +28,7 @@ CASES = [  # (recipe, model, further keys)
     ),
     ("qwen3_235b_grpo", "zai-org/GLM-4.5-Air", ()),
     ("llama8b_grpo", "Qwen/Qwen3.5-9B", ()),
-    ("llama8b_grpo", "Qwen/Qwen3.5-9B", ON_MEGATRON),
-    ("qwen3_30ba3b_grpo", "Qwen/Qwen3.5-35B-A3B", ()),
-    (
-        "qwen3_235b_grpo",
-        "Qwen/Qwen3.5-397B-A17B",
-        (
-            *(f"{KEY}.num_layers_in_first_pipeline_stage=9", f"{KEY}.num_layers_in_last_pipeline_stage=9"),
-            *(f"{KEY}.expert_model_parallel_size=32", "cluster.train.nodes=32"),
-        ),
-    ),
+    ("llama8b_grpo", "Qwen/Qwen3.5-35B-A3B", (EXPERTS_OVER_8, "cluster.train.nodes=4")),
     ("llama8b_grpo", "nvidia/NVIDIA-Nemotron-Nano-9B-v2", ()),
     ("llama8b_grpo", "nvidia/NVIDIA-Nemotron-Nano-9B-v2", ON_MEGATRON),
     ("qwen3_30ba3b_grpo", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", ()),

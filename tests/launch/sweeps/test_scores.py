@@ -146,6 +146,11 @@ ASKED = {"suite": "tiny", "task": "addition"}
         ({"evaluation": {**ASKED, "not_worse_than": "c"}}, "evaluation.not_worse_than", "not-a-choice"),
         ({"evaluation": {**ASKED, "not_worse_than": "a"}}, "evaluation.not_worse_than", "contradiction"),
         ({"evaluation": {**ASKED, "not_worse_than": "b"}, "over": "mean"}, "over", "has-no-effect"),
+        (
+            {"evaluation": {"suite": "bias", "task": "winobias", "not_worse_than": "b"}},
+            "evaluation.not_worse_than",
+            "unsupported",
+        ),
         ({"evaluation": ASKED, "value": "last(loss)", "at_most": 1}, "value", "contradiction"),
         ({"evaluation": {**ASKED, "margin": 0.1}, "at_least": 0}, "evaluation.margin", "has-no-effect"),
     ],
