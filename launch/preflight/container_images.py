@@ -55,6 +55,10 @@ class RequiredPath:
     written: bool = False
 
 
+OF_FILES = ("file-not-found", "not-mounted", "permission-denied", "unreadable")
+"""Codes of problems that another machine may not have."""
+
+
 def problems(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
     """Yield problems of each component's image and mounts."""
     runtime = RUNTIMES[recipe.cluster.container_runtime]
@@ -89,6 +93,11 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Problem
                 " python3"
             )
             yield Problem(f"{key}.python", "not-mounted", message)
+
+
+def problems_anywhere(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
+    """Yield the problems that do not depend on this machine's files, for a machine that may lack the cluster's file systems."""
+    yield from (problem for problem in problems(recipe, pending) if problem.code not in OF_FILES)
 
 
 def import_notes(recipe: Recipe) -> Iterator[str]:

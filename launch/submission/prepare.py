@@ -18,6 +18,7 @@ from launch.plan.estimate import Plan, plan
 from launch.plan.evaluation import EvaluationPlan
 from launch.preflight import (
     architecture,
+    container_images,
     data_files,
     evaluation_data,
     file_systems,
@@ -251,6 +252,8 @@ def site_problems_of(
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
     yield from evaluation_data.problems(recipe)
     yield from file_systems.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
+    if unreachable:
+        yield from container_images.problems_anywhere(recipe, pending)
     notes += [*architecture.notes(recipe, pending), *libraries.notes(recipe)]
     notes += placement.notes(recipe)
     notes += cuda_variables.notes(recipe) if config.trains(recipe) else ()

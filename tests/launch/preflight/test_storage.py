@@ -439,6 +439,14 @@ def test_what_each_runtime_starts(folder, contained, runtime, keys, key, code, s
     assert all(says in problem.message for problem in found)
 
 
+@pytest.mark.parametrize(("image", "code"), [("docker://x/y", "unsupported"), ("/on/the/cluster.sif", None)])
+def test_a_machine_without_the_clusters_files_checks_what_the_recipe_says(folder, model, image, code):
+    recipe = load(folder, "cluster.executor=slurm", "cluster.container_runtime=apptainer")
+    recipe.cluster.train = ComponentConfig(container_image=image, python="python3")
+    found = list(container_images.problems_anywhere(recipe, ()))
+    assert named(found) == ({("cluster.train.container_image", code)} if code else set())
+
+
 @pytest.mark.parametrize(
     ("switch", "device", "setuid", "says"),
     [
