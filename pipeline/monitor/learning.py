@@ -99,6 +99,19 @@ def _quote(text: str, head: int = 0) -> str:
 Sign = Callable[[Sequence[StepSummary], RunReader], str]
 
 
+def unscored_answers(steps: Sequence[StepSummary], reader: RunReader) -> str:
+    """Return a message if at least half of the answers have no score, because they could not be judged."""
+    failed = int(sum(step.values.get("train/env_failures", 0) for step in steps))
+    answers = failed + sum(len(step.rollouts) for step in steps)
+    if not failed or 2 * failed < answers:
+        return ""
+    causes = (rollout.failure for group in reader.groups for rollout in group.rollouts if rollout.has_failed)
+    cause = next((f" The first cause in the last step: {_quote(cause, SHOWN_CHARACTERS)}" for cause in causes), "")
+    return (
+        f"{failed} of {answers} answers of the last {len(steps)} steps have no score, and nothing is learned from them.{cause}"
+    )
+
+
 def cut_answers(steps: Sequence[StepSummary], reader: RunReader) -> str:
     """Return a message if every answer ends at the length limit."""
     rollouts = [rollout for step in steps for rollout in step.rollouts]
@@ -195,7 +208,8 @@ def old_weights(steps: Sequence[StepSummary], reader: RunReader) -> str:
     )
 
 
-SIGNS: tuple[Sign, ...] = (cut_answers, empty_answers, equal_rewards, no_advantage, no_trained_token, no_gradient, old_weights)
+OF_ANSWERS: tuple[Sign, ...] = (unscored_answers, cut_answers, empty_answers, equal_rewards, no_advantage)
+SIGNS = (*OF_ANSWERS, no_trained_token, no_gradient, old_weights)
 
 
 class LearningMonitor:

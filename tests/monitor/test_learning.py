@@ -66,6 +66,20 @@ def test_a_run_that_learns_gives_no_warning(tmp_path):
     assert Run(tmp_path).steps(good, 2 * AGAIN_STEPS) == []
 
 
+def test_answers_that_could_not_be_judged(tmp_path):
+    run, failing = Run(tmp_path), "Unjudged: no score in the last line of the reply"
+
+    def some(i: int, j: int, step: int) -> Rollout:
+        return rollout("15", 0.0, failure=failing) if j < 2 else good(i, j, step)
+
+    assert run.steps(some, **{"train/env_failures": 4.0}) == ["unscored_answers"]
+    assert (
+        "12 of 24 answers of the last 3 steps have no score" in run.lines()[0]["message"]
+        and failing in run.lines()[0]["message"]
+    )
+    assert run.steps(good, **{"train/env_failures": 0.0}) == []
+
+
 @pytest.mark.parametrize(
     ("sign", "make"),
     [
