@@ -1,4 +1,4 @@
-"""What `kind: llm_judge` asks a judge for, and how the verdict in a reply becomes a reward from 0 to 1.
+"""Define what `kind: llm_judge` asks a judge for, and how the verdict in a reply becomes a reward from 0 to 1.
 
     score      a number on `scale`; reward 0 for its first end, 1 for its last
     yes_no     yes (1) or no (0)

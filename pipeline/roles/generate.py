@@ -21,7 +21,7 @@ from pipeline.roles.served_judge import served_judge
 from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.judges.environment_steps import EnvironmentSettings
 from pipeline.rollout.judges.pool import LOAD_SHARE, JudgePool
-from pipeline.rollout.lockstep import VERB, Lockstep
+from pipeline.rollout.lockstep import VERB, Lockstep, engine_readings
 from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork, ScoreWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply, verb
 from pipeline.train.adapters.served_adapters import served_adapters
@@ -232,10 +232,7 @@ class GenerateRole:
 
     def readings(self) -> dict[str, float]:
         """Return the engine's load by names of `pipeline.monitor.readings`; {} before it is built. Any thread may call this."""
-        clock = self._lockstep.clock
-        if self._built is None:
-            return {}
-        return {"engine_steps": float(clock.steps), "engine_s": clock.seconds, **self._built.readings()}
+        return engine_readings(self._built, self._lockstep.clock)
 
     def close(self) -> None:
         """Close the environments."""

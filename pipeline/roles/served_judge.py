@@ -21,7 +21,7 @@ from pipeline.data.stop_strings import text_before_stop
 from pipeline.environments.environment import ServedJudge
 from pipeline.generate.generate_backend import GenerateBackend
 from pipeline.job.world import World, own_address
-from pipeline.rollout.lockstep import STEP, VERB, Lockstep, Move, apply_move, working
+from pipeline.rollout.lockstep import STEP, VERB, Lockstep, Move, apply_move, engine_readings, working
 from pipeline.rpc import verb
 from pipeline.train.saved_weights import model_weights
 from pipeline.types import Completion
@@ -103,10 +103,7 @@ class JudgeRole:
 
     def readings(self) -> dict[str, float]:
         """Return the engine's load by names of `pipeline.monitor.readings`; {} before it is built. Any thread may call this."""
-        clock = self._lockstep.clock
-        if self._built is None:
-            return {}
-        return {"engine_steps": float(clock.steps), "engine_s": clock.seconds, **self._built.readings()}
+        return engine_readings(self._built, self._lockstep.clock)
 
     def close(self) -> None:
         """End the server."""

@@ -39,6 +39,11 @@ class StepClock:
     seconds: float = 0.0
 
 
+def engine_readings(engine: GenerateBackend | None, clock: StepClock) -> dict[str, float]:
+    """Return an engine's load by names of `pipeline.monitor.readings`; {} before it is built. Any thread may call this."""
+    return {} if engine is None else {"engine_steps": float(clock.steps), "engine_s": clock.seconds, **engine.readings()}
+
+
 def apply_move(move: Move, engine: GenerateBackend, clock: StepClock) -> list[Completion]:
     """Change the engine's requests by a move, step the engine once, and return the completions that ended."""
     completions = engine.cut(move.cut) if move.cut else []

@@ -129,28 +129,35 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
     if head is not None and tied:
         head.weight = embedding.weight
     if sequence:
-        blocks = {_block(name) for name, style in styles.items() if isinstance(style, _ColumnsOfGathered)}
-        # Attention that the plan leaves whole would see only a rank's own tokens.
-        text = _parts([language_model(hf)])
-        attentions = [name for name, module in hf.named_modules() if hasattr(module, "is_causal") and id(module) in text]
-        if uncut := [name for name in attentions if name not in blocks]:
-            message = f"got true for {type(hf).__name__}, whose tensor-parallel plan does not cut {uncut[0]}; expected false"
-            raise RecipeError(Problem("policy.dtensor_cfg.sequence_parallel", "unsupported", message))
-        for block in sorted(blocks):
-            hf.get_submodule(block).register_forward_pre_hook(_gather_input(mesh.get_group()), with_kwargs=True)
-        # Before the column-wise layers of a block gradients are partial sums, and outside of blocks a rank has its own tokens.
-        body = {id(parameter) for parameter in hf.base_model.parameters() if not isinstance(parameter, DTensor)}
-        # Blocks of which every rank computes the whole inner part have whole gradients there, but for adapters.
-        inner = tuple(f"{_block(name)}." for name in gathered)
-        partial = [
-            name
-            for name, parameter in hf.named_parameters()
-            if id(parameter) in body and (not name.startswith(inner) or ".lora_" in name)
-        ]
-    else:
-        shared = {id(parameter) for mixer in mixers(hf) if is_whole(mixer) for parameter in mixer.parameters()}
-        partial += [name for name, parameter in hf.named_parameters() if id(parameter) in shared]
-    return partial
+        return _split_sequences(hf, mesh, styles, gathered)
+    whole = {id(parameter) for mixer in mixers(hf) if is_whole(mixer) for parameter in mixer.parameters()}
+    return partial + [name for name, parameter in hf.named_parameters() if id(parameter) in whole]
+
+
+def _split_sequences(hf: PreTrainedModel, mesh: DeviceMesh, styles: dict[str, ParallelStyle], gathered: list[str]) -> list[str]:
+    """Gather the tokens before each cut block of a model that is cut, in place, and return what `parallelize` does.
+
+    styles: of the cut modules. gathered: names of the modules whose outputs every rank gathers. Raises RecipeError if
+    attention is not cut.
+    """
+    blocks = {_block(name) for name, style in styles.items() if isinstance(style, _ColumnsOfGathered)}
+    # Attention that the plan leaves whole would see only a rank's own tokens.
+    text = _parts([language_model(hf)])
+    attentions = [name for name, module in hf.named_modules() if hasattr(module, "is_causal") and id(module) in text]
+    if uncut := [name for name in attentions if name not in blocks]:
+        message = f"got true for {type(hf).__name__}, whose tensor-parallel plan does not cut {uncut[0]}; expected false"
+        raise RecipeError(Problem("policy.dtensor_cfg.sequence_parallel", "unsupported", message))
+    for block in sorted(blocks):
+        hf.get_submodule(block).register_forward_pre_hook(_gather_input(mesh.get_group()), with_kwargs=True)
+    # Before the column-wise layers of a block gradients are partial sums, and outside of blocks a rank has its own tokens.
+    body = {id(parameter) for parameter in hf.base_model.parameters() if not isinstance(parameter, DTensor)}
+    # Blocks of which every rank computes the whole inner part have whole gradients there, but for adapters.
+    inner = tuple(f"{_block(name)}." for name in gathered)
+    return [
+        name
+        for name, parameter in hf.named_parameters()
+        if id(parameter) in body and (not name.startswith(inner) or ".lora_" in name)
+    ]
 
 
 def _parts(modules: Iterable[nn.Module]) -> set[int]:

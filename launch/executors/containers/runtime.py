@@ -39,11 +39,11 @@ class ContainerRuntime(Protocol):
 
     name: str
     pulls: bool = False
-    """Whether every node fetches an image that a registry holds."""
+    """True if every node fetches an image that a registry holds."""
     mount_flags: re.Pattern[str] = re.compile("ro|rw")
     """Matches the FLAGS of a mount SOURCE:TARGET:FLAGS."""
     flags_text: str = "ro or rw"
-    """Such flags, in words."""
+    """Describes these flags in messages."""
     special_mounts: tuple[str, ...] = ()
     """Sources of mounts that are no paths."""
 

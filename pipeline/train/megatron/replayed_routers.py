@@ -59,7 +59,7 @@ class ReplayedRouters:
 
 
 class _Router:
-    """What Megatron-Core calls a `RouterReplay`: chooses the experts of one layer."""
+    """Chooses the experts of one layer, as Megatron-Core's class `RouterReplay` does."""
 
     def __init__(self) -> None:
         self._now: torch.Tensor | None = None
