@@ -29,6 +29,7 @@ SUITES = ("trixie", "forky")  # Slurm 24.11; 26.05 and later
 PACKAGES = (
     *("slurmctld", "slurmd", "slurm-client", "munge"),
     *("gcc", "libc6-dev", "libslurm-dev"),  # for a plugin of the tests'
+    "squashfs-tools",  # with which Apptainer makes SIF files
     "python3",  # not run: it brings the libraries that this machine's Python was linked with
 )
 MARKS = "slurm and not gpu and (not long or faults)"
