@@ -128,11 +128,13 @@ def learn(run: TrainingRun, algorithm: Algorithm, samples: list[Sample], models:
     if needs.estimates:
         moments = _of_data_ranks(run.data_ranks, train.call(TrainRole.estimate).result())
         train.call(TrainRole.standardize, normalization(moments, needs.standardized)).result()
+    values: dict[str, float] = {}
     if needs.top_entropy < 1:
-        train.call(TrainRole.keep_high_entropy).result()
-    results = train.call(TrainRole.step, list(models)).result()[0]
-    named = (("train" if model == "policy" else model, of_updates) for model, of_updates in results.items())
-    return {key: value for name, of_updates in named for key, value in mean_metrics(name, of_updates).items()}
+        thresholds = train.call(TrainRole.keep_high_entropy).result()[0]
+        values = mean_metrics("train", [{"entropy_threshold": threshold} for threshold in thresholds])
+    for model, of_updates in train.call(TrainRole.step, list(models)).result()[0].items():
+        values |= mean_metrics("train" if model == "policy" else model, of_updates)
+    return values
 
 
 def measure_kl(run: TrainingRun, algorithm: Algorithm, samples: list[Sample]) -> None:

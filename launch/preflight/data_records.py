@@ -16,6 +16,7 @@ from typing import Any
 from launch.preflight import bounded, data_files
 from launch.preflight.data_files import FirstRecords, Record
 from launch.terminal.units import plural
+from pipeline.algorithms import LABELED
 from pipeline.config import GENERATED_DATASETS, DatasetConfig, Problem, Recipe, RecipeError, answer_check, generates
 from pipeline.config.environments import Environments, judging_scorers
 from pipeline.data.chat import Encoder, unknown_token
@@ -111,6 +112,7 @@ def problems(
                 faults[number] = str(error)
         encoded = _encode(recipe, key, columns.dataset, tokenizer, usable, sizes, notes) if tokenizer and usable else []
         faults |= {record.number: record.fault for record in encoded if record.fault}
+        notes += _labels_alike(recipe, key, reader, usable)
         faults |= _unjudged(recipe, reader, [pair for pair in usable if pair[0] not in faults])
     unusable: dict[str, list[int]] = {}
     for number in sorted(faults):
@@ -180,6 +182,17 @@ def _untemplated(records: FirstRecords, name: str | None) -> Problem:
     message = f"{records.location(records.numbered[0][0])}: '{name}' is a conversation, which needs a chat template"
     hint = "but data.apply_chat_template is false. Try data.apply_chat_template=true"
     return Problem(records.key, "contradiction", f"{message}, {hint}")
+
+
+def _labels_alike(recipe: Recipe, key: str, reader: RecordReader, records: Numbered) -> Iterator[str]:
+    """Yield a note if all answers have the same label: the policy then learns from good, or from bad, answers alone."""
+    if (
+        recipe.algorithm in LABELED
+        and len(labels := {good for _, record in records for _, good in reader.labeled(record)}) == 1
+    ):
+        kinds = ("good", "bad") if labels == {True} else ("bad", "good")
+        count = "answer is" if len(records) == 1 else f"{len(records):,} answers are all"
+        yield f"{key}: the first {count} {kinds[0]}; {recipe.algorithm} needs {kinds[1]} ones too"
 
 
 def _absent_tools(recipe: Recipe, key: str, dataset: DatasetConfig, records: list[Record]) -> Iterator[str]:

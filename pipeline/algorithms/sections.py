@@ -209,7 +209,8 @@ class LossConfig:
     """Share of an update's counted tokens, those of the highest entropy, from whose advantages the policy learns
     (https://arxiv.org/abs/2506.01939 has 0.2). The advantages of the others are 0, and with use_kl_in_reward so is the KL
     penalty, which is part of them; divisors, a KL penalty in the loss and the entropy bonus are unchanged. The entropy is that
-    of pi_old, which takes a forward pass. 0: only the token of the highest entropy. 1: all."""
+    of pi_old, which takes a forward pass; the metric `entropy_threshold` is the lowest of the share, in nats. 0: only the token
+    of the highest entropy. 1: all."""
     use_importance_sampling_correction: Bool = False
     """Weight tokens by pi_old / pi_generate, which corrects for older weights and different rounding in the engines."""
     sequence_level_importance_weights: Bool = False

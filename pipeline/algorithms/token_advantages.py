@@ -164,24 +164,27 @@ def standardize(batch: PackedBatch, to: AdvantageNormalization) -> PackedBatch:
 # ---- tokens of high entropy, over the counted tokens of an update, however those are spread ---------------------------------
 
 
-def keep_high_entropy(batches: Sequence[PackedBatch], share: float, total: Callable[[int], int]) -> list[PackedBatch]:
-    """Return one update's batches, with advantages of 0 where a counted token's entropy is below the quantile 1 - share.
+def keep_high_entropy(
+    batches: Sequence[PackedBatch], share: float, total: Callable[[int], int]
+) -> tuple[list[PackedBatch], float]:
+    """Return one update's batches, with advantages of 0 where the entropy is below a threshold, and this threshold in nats.
 
-    The entropy is `old_entropy`, and the quantile that of the update's counted tokens on all ranks
-    (https://arxiv.org/abs/2506.01939). total: sums a count over the data-parallel ranks. Every surrogate is a multiple of the
-    advantage, so that such a token has no part in it. TRL computes the quantile for each microbatch of all processes, from the
-    policy as it is then.
+    The threshold is the lowest entropy that reaches the quantile 1 - share of the counted tokens; nan if no token counts.
+    The entropy is `old_entropy`, and the tokens are the update's on all ranks (https://arxiv.org/abs/2506.01939). total: sums a
+    count over the data-parallel ranks. Every surrogate is a multiple of the advantage, so that such a token has no part in it.
+    TRL computes the quantile for each microbatch of all processes, from the policy as it is then.
     """
     counted = [_entropies(batch)[batch.loss_mask] for batch in batches]
     if not (tokens := total(sum(map(len, counted)))):
-        return list(batches)
+        return list(batches), math.nan
     # TRL interpolates between two entropies. A token reaches such a quantile if it reaches the larger one of the two.
     below = math.ceil(round((1 - share) * (tokens - 1), 6))
     threshold = _kth_smallest(torch.cat(counted), below, total)
-    return [
+    kept = [
         dataclasses.replace(batch, advantages=batch.advantages.masked_fill(_entropies(batch) < threshold, 0.0))
         for batch in batches
     ]
+    return kept, threshold
 
 
 def _entropies(batch: PackedBatch) -> torch.Tensor:

@@ -18,6 +18,7 @@ Leaves out: judging many answers in one request, streamed replies.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import json
@@ -503,10 +504,16 @@ def _key(variable: str) -> str:
 
 
 def _check_prompts(key: str, arguments: LLMJudgeArguments) -> Iterator[Problem]:
-    """Yield a problem for each placeholder that a prompt lacks."""
+    """Yield a problem for each placeholder that a prompt lacks, or that looks misspelt."""
+    needed = PLACEHOLDERS.get(arguments.rating, ("response",))
+    known = {*needed, "question", "answer", *arguments.columns}
     prompts = {name: text for name in ("prompt", "second_prompt") if (text := getattr(arguments, name)) is not None}
     for name, text in prompts.items():
-        for placeholder in PLACEHOLDERS.get(arguments.rating, ("response",)):
+        for written in sorted(set(re.findall(r"\{(\w+)\}", text)) - known):
+            if close := difflib.get_close_matches(written, known, 1, 0.75):
+                message = f"got {{{written}}} in it, which would reach the judge as it is. Try {{{close[0]}}}"
+                yield Problem(f"{key}.{name}", "bad-format", message)
+        for placeholder in needed:
             if f"{{{placeholder}}}" not in text:
                 yield Problem(f"{key}.{name}", "bad-format", f"got {text!r}; expected a string with {{{placeholder}}} in it")
     for column in arguments.columns:

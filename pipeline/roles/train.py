@@ -195,11 +195,16 @@ class TrainRole:
         ]
 
     @verb("train")
-    def keep_high_entropy(self) -> None:
-        """Set advantages to 0, except for the share `needs.top_entropy` of each update's counted tokens."""
+    def keep_high_entropy(self) -> list[float]:
+        """Set advantages to 0, except for the share `needs.top_entropy` of each update's counted tokens.
+
+        Return the lowest entropy that keeps its advantage in each update, in nats.
+        """
         with self._world.phase("high entropy"):
             share = self._algorithm.needs.top_entropy
-            self._batches = [keep_high_entropy(batches, share, self._over_data_ranks) for batches in self._batches]
+            kept = [keep_high_entropy(batches, share, self._over_data_ranks) for batches in self._batches]
+            self._batches = [batches for batches, _ in kept]
+            return [threshold for _, threshold in kept]
 
     def _over_data_ranks(self, count: int) -> int:
         """Return the sum of a count over the data-parallel ranks. Collective."""

@@ -91,6 +91,7 @@ def found(described: str, *more: str) -> list[Problem]:
         (f"{JUDGE} kwargs.scale=[1]", "kwargs.scale", "bad-format"),
         (f"{JUDGE} kwargs.prompt=rate", "kwargs.prompt", "bad-format"),
         (f"{JUDGE} kwargs.second_prompt=rate", "kwargs.second_prompt", "bad-format"),
+        (f"{JUDGE} kwargs.prompt='{{response}} {{anwser}} {{a}}'", "kwargs.prompt", "bad-format"),
         (f"{JUDGE} kwargs.score_pattern=')'", "kwargs.score_pattern", "bad-format"),
     ],
 )

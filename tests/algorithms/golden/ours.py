@@ -90,7 +90,7 @@ def high_entropy(golden: Golden) -> Found:
     fields["advantages"] = rows.tensor("advantages")[:, None].expand(rows.mask.shape)
     if config.reference_policy_kl_penalty:
         fields["reference_logprobs"] = rows.tensor("reference_logprobs")
-    (batch,) = keep_high_entropy([rows.batch(**fields)], config.top_entropy_quantile, int)
+    (batch,), _ = keep_high_entropy([rows.batch(**fields)], config.top_entropy_quantile, int)
     return _outputs(policy_loss(config, Outputs(logprobs=rows.packed(leaf)), batch, rows.counts), leaf)
 
 

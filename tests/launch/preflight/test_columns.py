@@ -57,8 +57,16 @@ def examined(folder, algorithm: str, rows: list[dict] | str, *overrides: str) ->
 def test_common_columns_are_read_and_noted(tmp_path, algorithm, row, overrides, told):
     problems, notes = examined(tmp_path, algorithm, [row], *overrides)
     assert problems == []
-    (note,) = notes
+    note, *others = notes
     assert note.startswith("data.train: reads ") and told in note
+    kind, other = ("good", "bad") if row.get("label") in (1, True) else ("bad", "good")
+    assert others == ([f"data.train: the first answer is {kind}; kto needs {other} ones too"] if "label" in row else [])
+
+
+def test_answers_with_both_labels_have_no_note(tmp_path):
+    rows = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False, True)]
+    problems, notes = examined(tmp_path, "dpo", rows, *KTO)
+    assert problems == [] and len(notes) == 1
 
 
 @pytest.mark.parametrize(
