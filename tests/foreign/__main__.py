@@ -4,10 +4,11 @@ It lists why the others do not.
 
 A recipe resolves if its reader reads its file without a problem of values that are missing (a script may need variables),
 translates if nothing that it asks for is missing and its keys agree, and plans if `submit.py plan=true` would print a plan.
-With a third argument, `table`, each recipe has a line with its first problems. Recipes whose model is not on this machine and
-not in recipes/models cannot plan; `model=FOLDER` replaces every model.
+With a third argument, `table`, each recipe has a line with its first problems; `sample=10` takes ten recipes, evenly spaced in
+the order of their names, and prints all that a user of each is told. Recipes whose model is not on this machine and not in
+recipes/models cannot plan; `model=FOLDER` replaces every model.
 
-NeMo-RL's census is `python -m tests.nemo_rl CLONE`.
+NeMo-RL's whole census, with more checks, is `python -m tests.nemo_rl CLONE`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,21 @@ from pathlib import Path
 
 from launch.plan import backend_choice
 from launch.plan.estimate import plan
+from launch.preflight import architecture
 from launch.recipes import reading
 from pipeline.config import Problem, RecipeError
+from pipeline.recipe.problems import refuse
 from tests.foreign import prime_rl_files, trl_commands, verl_scripts
+from tests.nemo_rl import __main__ as nemo_rl
+
+
+def nemo_rl_recipes(root: Path) -> list[verl_scripts.Published]:
+    """Return NeMo-RL's text recipes, with the models that they leave to the user."""
+    return [verl_scripts.Published(path.name, path, nemo_rl.given(path)) for path in nemo_rl.recipes(root)]
+
 
 PROJECTS: dict[str, Callable[[Path], list[verl_scripts.Published]]] = {
+    "nemo_rl": nemo_rl_recipes,
     "prime_rl": prime_rl_files.published,
     "trl": trl_commands.published,
     "verl": verl_scripts.published,
@@ -62,6 +73,7 @@ def outcome(recipe: verl_scripts.Published, arguments: list[str]) -> Outcome:
     try:
         chosen, choice = backend_choice.choose(loaded.recipe)
         assert choice is not None, "a trained policy has a backend"
+        refuse(architecture.against_layout(chosen))
         plan(chosen, choice)
     except RecipeError as error:
         return Outcome(recipe.name, (), unplanned=tuple(error.problems), notes=tuple(loaded.notes))
@@ -94,12 +106,25 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def told(one: Outcome) -> str:
+    """Return all that a user of a recipe is told."""
+    problems = [f"  {problem}" for problem in (*one.problems, *one.unplanned)]
+    return "\n".join([table([one]), *problems, *(f"  note: {note}" for note in one.notes), ""])
+
+
 def main(project: str, root: Path, *options: str) -> int:
     models = [f"policy.model_name={option.removeprefix('model=')}" for option in options if option.startswith("model=")]
-    outcomes = [outcome(recipe, models) for recipe in PROJECTS[project](root)]
+    recipes = PROJECTS[project](root)
+    for option in options:
+        if option.startswith("sample="):
+            size = int(option.removeprefix("sample="))
+            recipes = [recipes[i * len(recipes) // size] for i in range(size)]
+    outcomes = [outcome(recipe, models) for recipe in recipes]
     if not outcomes:
         print(f"{root} has no recipes of {project}")
         return 2
+    if any(option.startswith("sample=") for option in options):
+        print(*map(told, outcomes), sep="\n")
     print(*([table(outcomes), ""] if "table" in options else []), report(outcomes), sep="\n")
     return 0
 

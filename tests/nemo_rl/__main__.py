@@ -77,9 +77,7 @@ def outcome(path: Path) -> Outcome:
         tree = resolved(path)
     except RecipeError as error:
         return Outcome(path.name, frozenset(), error.problems, (), False)
-    name = str(tree.get("policy", {}).get("model_name"))
-    given = [f"policy.model_name={model}" for words, model in PLACEHOLDERS.items() if words in name]
-    loaded = launched.inspect(str(path), given)
+    loaded = launched.inspect(str(path), [*given(path)])
     unplanned: tuple[Problem, ...] = ()
     fits = False
     if not loaded.problems:
@@ -91,6 +89,15 @@ def outcome(path: Path) -> Outcome:
             unplanned = error.problems
     lost = dropped(tree, dataclasses.asdict(loaded.recipe), loaded.notes)
     return Outcome(path.name, frozenset(features(tree)), tuple(loaded.problems), unplanned, True, fits, frozenset(lost))
+
+
+def given(path: Path) -> tuple[str, ...]:
+    """Return the override of the model that a recipe leaves to its user; none if it does not resolve."""
+    try:
+        name = str(resolved(path).get("policy", {}).get("model_name"))
+    except RecipeError:
+        return ()
+    return tuple(f"policy.model_name={model}" for words, model in PLACEHOLDERS.items() if words in name)
 
 
 def resolved(path: Path) -> dict[str, Any]:
