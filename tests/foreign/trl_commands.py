@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -22,6 +24,7 @@ def published(root: Path) -> list[Published]:
     files = [*root.glob("docs/source/**/*.md"), *root.glob("examples/scripts/*.py"), *root.glob("trl/scripts/*.py")]
     for path in sorted(files):
         folder = Path(tempfile.mkdtemp(prefix="trl_commands_"))
+        atexit.register(shutil.rmtree, folder)
         for number, command in enumerate(commands(path)):
             for name, text in CONFIGURATION.findall(path.read_text()):  # of which a page has several with one name
                 if f"--config {name}" in command and not (folder / name).exists():
