@@ -462,6 +462,10 @@ def test_a_generative_reward_model_is_the_judge(recipe, inspect, tmp_path: Path)
         "gets a greedy reply",
     ):
         assert any(JUDGE in note and text in note for note in loaded.notes), text
+    engine = (f"{JUDGE}.rollout.data_parallel_size=2", f"+{JUDGE}.rollout.engine_kwargs.vllm.swap_space=3")
+    loaded = inspect(*pool, *engine)
+    assert loaded.recipe.judge.vllm_kwargs["swap_space"] == 3
+    assert any("data_parallel_size=2: engines have no data-parallel ranks" in note for note in loaded.notes)
     staged = recipe(*pool, *(f"{JUDGE}.rollout.{name}_parallel_size=2" for name in ("pipeline_model", "expert")))
     assert (staged.cluster.judge.gpus_per_node, staged.judge.vllm_cfg.expert_parallel_size) == (4, 2)
     older = ("reward_model.enable=True", "reward_model.model.path=an/older", "reward_model.rollout.max_model_len=9000", scored)

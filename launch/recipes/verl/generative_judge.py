@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from launch.recipes.translation.rules import Done, Ignored, Only, apply, under
 from launch.recipes.translation.translator import Translator
-from launch.recipes.verl.rollout_section import translate_engine, translate_experts
+from launch.recipes.verl.rollout_section import REPLICAS, translate_engine, translate_experts
 
 SECTIONS = {"reward.reward_model": "model_path", "reward_model": "model.path"}
 """verl's section, in its present and its older form -> key of the model in it."""
@@ -59,12 +59,12 @@ def _serve(t: Translator, section: str, model: str) -> None:
         t.put("judge.precision", precision, f"{rollout}.dtype")
     tensor, stages = (t.get_layer(f"judge.vllm_cfg.{name}_parallel_size") for name in ("tensor", "pipeline"))
     _place(t, section, tensor * stages if isinstance(tensor, int) and isinstance(stages, int) else tensor)
-    translate_engine(t, rollout)
+    translate_engine(t, rollout, "judge")
     translate_experts(t, rollout, "judge.vllm_cfg", tensor)
     text = "a request without a temperature gets a greedy reply; in verl it has this temperature, 1 by default"
     t.change(f"{rollout}.temperature", text)
     done = Done("name expert_parallel_size temperature")
-    apply(t, under(rollout, (Only("quantization", (None,), "a judge in this precision", "null"), done)))
+    apply(t, under(rollout, (Only("quantization", (None,), "a judge in this precision", "null"), REPLICAS, done)))
 
 
 def _place(t: Translator, section: str, parallel: object) -> None:

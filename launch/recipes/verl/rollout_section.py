@@ -23,6 +23,7 @@ COPIED = {  # verl's key -> ours
     "top_p": f"{GENERATION}.top_p",
 }
 AGENTS = "agents with tools of verl (multi_turn, agent loops)"
+REPLICAS = Changed("data_parallel_size", (1, None), "engines have no data-parallel ranks; each engine is its own replica")
 RULES = under(
     ROLLOUT,
     (
@@ -40,7 +41,7 @@ RULES = under(
         Only("agent.agent_loop_config_path agent.custom_async_server.path", (None,), AGENTS, "null"),
         Only("mode", ("async", "sync", None), "this mode of engines", "async"),
         Only("logprobs_mode", ("processed_logprobs", None), "log-probs before temperature and top_p", "processed_logprobs"),
-        Changed("data_parallel_size", (1, None), "engines have no data-parallel ranks; each engine is its own replica"),
+        REPLICAS,
         Changed("seed full_determinism", (42, 0, None, False), "grpo.seed, or ppo.seed, determines the random numbers"),
         Ignored("n_gpus_per_node free_cache_engine load_format layered_summon multi_stage_wake_up calculate_log_probs"),
         Ignored("skip_tokenizer_init disable_log_stats cudagraph_capture_sizes scheduling_policy moe_load_balance_* mtp*"),
@@ -70,7 +71,7 @@ def translate(t: Translator, algorithm: str) -> None:
     if t.get(f"{ROLLOUT}.multi_turn.enable") is True:
         t.lacks(f"{ROLLOUT}.multi_turn.enable", True, AGENTS, "false, or env.NAME.kind=tools of Hetstep")
         t.consume(f"{ROLLOUT}.multi_turn")
-    _engine(t)
+    translate_engine(t, ROLLOUT, GENERATION)
     apply(t, RULES)
 
 
@@ -115,20 +116,16 @@ def translate_experts(t: Translator, rollout: str, ours: str, ranks: Any) -> Non
             t.change(f"{key}={experts}", f"the {ranks} tensor-parallel ranks of an engine hold whole experts")
 
 
-def translate_engine(t: Translator, rollout: str) -> None:
-    """Translate the name of the engines, all of which are vLLM here."""
+def translate_engine(t: Translator, rollout: str, ours: str) -> None:
+    """Translate the name of the engines, all of which are vLLM here, and vLLM's own arguments. ours: our section."""
     name = t.get(f"{rollout}.name", "vllm")
     if isinstance(name, str) and name in ENGINES:
         t.change(f"{rollout}.name={name}", f"vLLM samples in place of {ENGINES[name]}, from the same distribution")
     elif name != "vllm":
         t.lacks(f"{rollout}.name", name, "this engine", "vllm")
-
-
-def _engine(t: Translator) -> None:
-    translate_engine(t, ROLLOUT)
     for key, value in list(t.unconsumed_leaves()):
-        if key.startswith(f"{ROLLOUT}.engine_kwargs.vllm.") and value is not None:
-            argument = key.removeprefix(f"{ROLLOUT}.engine_kwargs.vllm.")
+        if key.startswith(f"{rollout}.engine_kwargs.vllm.") and value is not None:
+            argument = key.removeprefix(f"{rollout}.engine_kwargs.vllm.")
             t.consume(key)
             if not argument.startswith("mm_"):  # of pictures
-                t.put(f"{GENERATION}.vllm_kwargs.{argument}", value, key)
+                t.put(f"{ours}.vllm_kwargs.{argument}", value, key)
