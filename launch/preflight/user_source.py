@@ -180,6 +180,17 @@ def arguments(path: str, folders: Sequence[Path]) -> list[str] | None:
     ]
 
 
+class _Module:
+    """A module's statements, and for each name that they bind what it stands for, as `_bound_names` has it."""
+
+    def __init__(self, body: list[ast.stmt]) -> None:
+        self.body = body
+        self.bound: dict[str, list[Any]] = {}
+        for statement in _statements(body):
+            for name, node in _bound_names(statement):
+                self.bound.setdefault(name, []).append(node)
+
+
 @dataclass
 class SourceReader:
     """Finds stand-ins for objects in modules: functions and classes with the same signatures, but no code.
@@ -190,6 +201,7 @@ class SourceReader:
     folders: Sequence[Path]
     checks_imports: bool = True
     _known: dict[str, Any] = field(default_factory=dict)
+    _modules: dict[Path, _Module] = field(default_factory=dict)
 
     def find(self, path: str) -> Any:
         """Return a stand-in for the object at a dotted path, or UNKNOWN. Raises CodeFault."""
@@ -212,17 +224,18 @@ class SourceReader:
         file = self._file(module)
         if file is None:
             return UNKNOWN
-        body = _parse(file)
-        if self.checks_imports and self._is_theirs(module):
-            self._check_imports(module, file, body)
-        bound = [(other, node) for statement in _statements(body) for other, node in _bound_names(statement)]
-        nodes = [node for other, node in bound if other == name]
-        if nodes:
+        if file not in self._modules:
+            body = _parse(file)
+            if self.checks_imports and self._is_theirs(module):
+                self._check_imports(module, file, body)
+            self._modules[file] = _Module(body)
+        bound = self._modules[file].bound
+        if nodes := bound.get(name):
             return self._stand_in(module, file, nodes[0]) if len(nodes) == 1 else UNKNOWN
         is_module = not user_code.is_file(module) and module_spec(path, self.folders)
-        if is_module or {"*", "__getattr__"} & {other for other, _ in bound} or _may_bind(body, name):
+        if is_module or {"*", "__getattr__"} & bound.keys() or _may_bind(self._modules[file].body, name):
             return UNKNOWN
-        near = difflib.get_close_matches(name, [other for other, _ in bound], 1)
+        near = difflib.get_close_matches(name, bound, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         of = module if user_code.is_file(module) else f"{module} ({file})"
         raise CodeFault(wrong=f"{of} has no {name}{hint}", code="not-importable")

@@ -366,7 +366,7 @@ def test_the_check_refuses(example):
 RECIPES = ROOT / "recipes/README.md"
 
 
-def test_the_processor_is_checked_and_trains(example):
+def test_the_processor_is_checked(example):
     folder = example(RECIPES)
     (check,) = page_commands(RECIPES, folder)
     done = run(folder, *check, "cluster.executor=local")
@@ -374,6 +374,12 @@ def test_the_processor_is_checked_and_trains(example):
     assert "each_solution drops 1 of the first 3 records" in done.stdout + done.stderr
     untrusted = run(folder, *check[:-2], "dry_run=true", "cluster.executor=local")
     assert "only the job checks what it makes of the records" in untrusted.stdout + untrusted.stderr
+
+
+@pytest.mark.full
+def test_the_processor_trains(example):
+    folder = example(RECIPES)
+    (check,) = page_commands(RECIPES, folder)
     quick = ("sft.max_num_steps=2", "policy.train_global_batch_size=3", "policy.scheduler=null", "run_dir=runs/solutions")
     done = run(folder, *check[:-2], *ONE_STEP[:-1], *quick, "sft.val_at_end=false", "sft.val_period=0")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -75,6 +75,7 @@ SMALL_DEEPSEEK = [  # its three dense layers and the first with experts, on two 
 ]
 
 
+@pytest.mark.full
 def test_deepseek_is_planned():
     status, output, errors = plan(*SMALL_DEEPSEEK)
     assert status == 0 and "1 engine of 2 ranks" in output, errors
