@@ -23,5 +23,9 @@ def test_one_sequence_equals_megatron_and_transformers(scores, realm):
     torch.testing.assert_close(found, expected)
     value = balancing.metrics(dist.group.WORLD, torch.device("cpu"))["moe_aux_loss"]
     torch.testing.assert_close(coefficient * value, theirs.item())
-    if scores == "softmax":  # transformers does not divide by k
-        torch.testing.assert_close(chosen * value, load_balancing_loss_func((logits,), experts, chosen).item())
+    if scores == "softmax":  # transformers does not divide by k, and has one loss for all layers
+        layers = tuple(logits.detach().clone().requires_grad_() for _ in range(3))
+        of_all = load_balancing_loss_func(layers, experts, chosen)
+        torch.testing.assert_close(chosen * value, of_all.item())
+        of_one, *_ = torch.autograd.grad(of_all, layers)
+        torch.testing.assert_close(of_one, chosen / len(layers) * expected / coefficient)
