@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import config
 from tests.models import cases as models_of_both
+from tests.problems import named
 from tests.train import load_balancing, ranks
 from tests.train.megatron import layouts
 
@@ -59,3 +61,22 @@ def test_layouts_equal_the_formula(layout, families, changes, folder):
 
 def test_a_scaled_loss_scales_it(folder, realm):
     load_balancing.check(F(1, 1), folder, QWEN, scale=1024.0)
+
+
+ON, MEGATRON = "policy.moe_aux_loss_coeff=0.001", "policy.megatron_cfg"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "problem"),
+    [
+        ("tiny_sft", (ON,), None),
+        ("tiny_grpo", (ON, f"{MEGATRON}.enabled=true", f"{MEGATRON}.freeze_moe_router=false"), None),
+        ("tiny_sft", ("policy.moe_aux_loss_coeff=-0.001",), ("policy.moe_aux_loss_coeff", "too-small")),
+        ("tiny_lora", (ON,), ("policy.moe_aux_loss_coeff", "contradiction")),
+        ("tiny_sft", (ON, f"{MEGATRON}.enabled=true"), ("policy.moe_aux_loss_coeff", "contradiction")),
+        ("tiny_sft", (ON, "policy.dtensor_cfg.compile=true"), ("policy.dtensor_cfg.compile", "contradiction")),
+        ("tiny_sft", (ON, f"{MEGATRON}.moe_aux_loss_coeff=0.1"), (f"{MEGATRON}.moe_aux_loss_coeff", "unsupported")),
+    ],
+)
+def test_recipes(recipe, overrides, problem):
+    assert named(config.inspect(recipe, overrides).problems) == ({problem} if problem else set())
