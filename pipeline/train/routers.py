@@ -28,7 +28,13 @@ from pipeline.train.expert_parallel import expert_modules
 from pipeline.train.load_balancing import BalancedRows, LoadBalancing
 from pipeline.types import NO_EXPERT
 
-REPLAY, BALANCE = "policy.router_replay.enabled", "policy.moe_aux_loss_coeff"
+
+def refusal(coefficient: float, reason: str) -> RecipeError:
+    """Return the error of a model whose routers cannot be balanced or, if the coefficient is 0, not be replayed."""
+    key, got, expected = "policy.router_replay.enabled", "true", "false"
+    if coefficient:
+        key, got, expected = "policy.moe_aux_loss_coeff", f"{coefficient:g}", "0"
+    return RecipeError(Problem(key, "unsupported", f"got {got}, but {reason}; expected {expected}"))
 
 
 class Routers:
@@ -42,10 +48,9 @@ class Routers:
         Raises RecipeError if transformers does not dispatch the model's experts by token.
         """
         modules = expert_modules(hf)
-        self._key = BALANCE if coefficient else REPLAY
         if not modules:
-            message = f"is set, but {type(hf).__name__} has no experts that transformers dispatches by token. Try without it"
-            raise RecipeError(Problem(self._key, "unsupported", message))
+            raise refusal(coefficient, f"{type(hf).__name__} has no experts that transformers dispatches by token")
+        self._coefficient = coefficient
         self.balancing = LoadBalancing(coefficient, len(modules), shared, counts) if coefficient else None
         self._experts: torch.Tensor | None = None
         self._rows: BalancedRows | None = None
@@ -75,8 +80,7 @@ class Routers:
         with _Choice((tokens, count), recorded) as choice:
             output = forward(*inputs, **options)
         if choice.chosen is None:
-            message = "is set, but a router of the model does not choose by torch.topk over all experts. Try without it"
-            raise RecipeError(Problem(self._key, "unsupported", message))
+            raise refusal(self._coefficient, "a router of the model does not choose by torch.topk over all experts")
         if rows is None:
             return output
         assert self.balancing is not None

@@ -14,9 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipeline.algorithms.reductions import sequence_weights
+from pipeline.config.policy import RouterReplayConfig
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.types import GlobalCounts, PackedBatch
-from tests.train import cases, ranks
+from tests.train import cases, ranks, router_replay
 from tests.train.megatron import layouts
 from tests.train.parity import references
 
@@ -53,9 +54,11 @@ def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__.lower().endswith("router")]
 
 
-def eager(folder: Path) -> Balanced:
-    """Return what one step of all sequences must give."""
+def eager(folder: Path, replays: bool = False) -> Balanced:
+    """Return what one step of all sequences must give. replays: whether routers take recorded experts."""
     model = cases.eager_model(AutoModelForCausalLM, folder, torch.float64)
+    if replays:
+        router_replay.force(model)
     config, sigmoid = model.config, folder.name in SIGMOID
     seen: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # by router: (logits, experts) of each sequence
     for router in routers(model):
@@ -89,19 +92,28 @@ def check(
     families: Sequence[str],
     batches: int = 2,
     scale: float = 1.0,
+    replays: bool = False,
     **changes,
 ) -> None:
     """Compare the gradients and metrics of one step with the eager model's, on every rank.
 
-    scale: of the loss before it is differentiated, as float16 needs it. changes: of the backend.
+    scale: of the loss before it is differentiated, as float16 needs it. replays: whether routers take recorded experts.
+    changes: of the backend.
     """
     for family in families:
-        policy = cases.policy(folder / family, moe_aux_loss_coeff=COEFFICIENT)
-        trained, expected = layout.backend(policy, **changes), eager(folder / family)
+        policy = cases.policy(folder / family, moe_aux_loss_coeff=COEFFICIENT, router_replay=RouterReplayConfig(replays))
+        trained, expected = layout.backend(policy, **changes), eager(folder / family, replays)
         if isinstance(trained, FSDPBackend):
             trained._scale.factor = scale
         mine = ranks.shares(layout, batches)[trained.data_rank]
-        metrics = trained.step([pack(members) for members in mine], cases.loss).metrics
+        packed = [pack(members) for members in mine]
+        if replays:
+            recorded = router_replay.of_model(cases.eager_model(AutoModelForCausalLM, folder / family, torch.float32))
+            packed = [
+                dataclasses.replace(batch, experts=torch.cat([recorded[i] for i in members]))
+                for batch, members in zip(packed, mine, strict=True)
+            ]
+        metrics = trained.step(packed, cases.loss).metrics
         found = layout.gradients(trained)
         if isinstance(layout, ranks.Layout):
             found = references.stored(references.Reference([], found, 0.0), folder / family).gradients

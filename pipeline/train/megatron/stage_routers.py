@@ -22,7 +22,7 @@ from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.train.context_parallel import LocalBatch
 from pipeline.train.load_balancing import BalancedRows, LoadBalancing
 from pipeline.train.megatron.groups import context_group, tensor_group
-from pipeline.train.routers import check_layers, recorded
+from pipeline.train.routers import check_layers, recorded, refusal
 
 OVERRIDES = "policy.megatron_cfg.model_overrides"
 _ROUTER = re.compile(r"decoder\.layers\.(\d+)\.mlp\.router\.weight")
@@ -41,15 +41,15 @@ class StageRouters:
     def __init__(self, stage: torch.nn.Module, parameters: Iterable[str], policy: PolicyConfig) -> None:
         """Change the stage's routers. parameters: names of the parameters of all stages.
 
-        Raises RecipeError if a fused kernel would choose the experts to replay, and ValueError for a model without experts.
+        Raises RecipeError if a fused kernel would choose the experts to replay, and for a model without experts.
         """
+        coefficient = policy.moe_aux_loss_coeff
         layers = sorted(int(match[1]) for match in map(_ROUTER.fullmatch, parameters) if match)
         if not layers:
-            raise ValueError("policy.router_replay, policy.moe_aux_loss_coeff: are set for a model without experts")
+            raise refusal(coefficient, "the model has no experts")
         self._layers = len(layers)
         self._split = tensor_group() if stage.config.sequence_parallel else None  # pyright: ignore
         shared = [context_group(), *([self._split] if self._split else [])]
-        coefficient = policy.moe_aux_loss_coeff
         self.balancing = LoadBalancing(coefficient, self._layers, shared) if coefficient else None
         self._routers: dict[int, _Router] = {}
         for module in stage.modules():
