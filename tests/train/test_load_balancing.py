@@ -38,7 +38,7 @@ SELECTS = {**RECOMPUTES, "recompute_granularity": "selective"}
     [
         layout(F(1, 1), batches=1),
         layout(F(1, 1), layouts.MIXTURES, 3, FULL),
-        layout(F(1, 1), layouts.MIXTURES, 2, FULL, **SELECTS),
+        layout(F(1, 1), TWO, 2, FULL, **SELECTS),
         layout(F(1, 1, context=2), TWO, 2, FULL, replays=True),
         layout(F(2, 1, expert=2), marks=FULL),
         layout(F(1, 2), marks=FULL),
