@@ -202,7 +202,8 @@ class FSDPBackend(TrainBackend):
         # Answers of one prompt may have other recorded experts of its tokens, and balance these tokens with their own.
         if (
             model.shares_prompts
-            and batch.experts is batch.balance is None
+            and batch.experts is None
+            and batch.balance is None
             and layout.context == layout.tokens_multiple == 1
             and saved_tokens(batch)
         ):

@@ -26,7 +26,7 @@ def from_megatron(t: Translator, kind_key: str, coefficient_key: str, frozen: st
     config = described(t.get_layer(MODEL))
     if kind in (None, "none") or (config is not None and not expert_count(config)):
         return
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:  # several losses are a list
         t.lacks(kind_key, kind, "this balancing of experts", "seq_aux_loss")
         return
     of_model = [(config or {}).get(name) for name in ("router_aux_loss_coef", "aux_loss_alpha")]

@@ -108,7 +108,7 @@ class _Router:
         if self._used.rows is None:
             return weights, choice
         assert self._balancing is not None
-        flat = logits.view(-1, logits.size(-1))
+        flat = logits.view(-1, logits.size(-1)).float()  # float64 would take twice the memory
         _, probabilities = compute_routing_scores_for_aux_loss(flat, router.topk, router.score_function)
         of = (probabilities, choice.bool(), router.topk, self._used.rows, self._layer, self._in_forward)
         return self._balancing.attach(weights, *of), choice
