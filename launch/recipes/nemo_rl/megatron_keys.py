@@ -6,7 +6,7 @@ from launch.recipes.model_files import described
 from launch.recipes.nemo_rl.algorithm_keys import epochs, max_num_steps
 from launch.recipes.nemo_rl.cluster_keys import environment_variables
 from launch.recipes.nemo_rl.logger_keys import TEXT
-from launch.recipes.translation.load_balancing import ADAPTED, from_megatron
+from launch.recipes.translation.balancing_losses import ADAPTED, from_megatron
 from launch.recipes.translation.rules import Changed, Done, Ignored, Only, Same, Switch, apply, if_set, under
 from launch.recipes.translation.translator import ABSENT, Translator
 from pipeline.algorithms import OFFLINE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from launch.recipes.translation.load_balancing import ADAPTED, from_megatron
+from launch.recipes.translation.balancing_losses import ADAPTED, from_megatron
 from launch.recipes.translation.rules import Changed, Done, Ignored, Only, apply, under
 from launch.recipes.translation.translator import Translator
 
