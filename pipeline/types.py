@@ -340,6 +340,7 @@ class PackedBatch:
     teacher_logprobs: torch.Tensor | None = None  # [T] float32, by the sample's teacher
     teachers: tuple[str, ...] = ()  # [S] the names of the samples' teachers, see Sample.teacher
     experts: torch.Tensor | None = None  # [T, E, K] int32, see Sample.experts; the policy's routers choose them
+    balance: torch.Tensor | None = None  # [S] float32: weights of load-balancing losses (load_balancing.py); None: no such loss
 
 
 # The bins of a `_histogram` metric, over log x: 20 per decade of |log x|, and one around 0, for x equal to 1 up to rounding.

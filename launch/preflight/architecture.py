@@ -38,12 +38,13 @@ from pipeline.models.backend_support import (
     check_fsdp,
     check_indexer,
     check_megatron_attention,
-    check_router_replay,
+    check_routing,
+    expert_count,
 )
 from pipeline.models.mixers import has_states
 from pipeline.models.quantized import FORMATS, format_name
 from pipeline.models.shape import ModelShape
-from pipeline.models.tensors import can_describe
+from pipeline.models.tensors import can_describe, tensors
 from pipeline.train.adapters import modules
 from pipeline.train.adapters.adapted_layers import family_not_served
 from pipeline.train.adapters.modules import not_served_modules
@@ -147,6 +148,12 @@ def frozen_problems(section: str, policy: PolicyConfig, model: dict[str, Any], v
         groups = frozen_names.known_groups(model, uses_megatron(policy), values)
         names = [name for sources in groups.values() for name in sources]
         yield from frozen_names.problems(policy.freeze_parameters, names, groups, f"{section}.freeze_parameters")
+    if policy.freeze_parameters and policy.moe_aux_loss_coeff:
+        count = expert_count(model)
+        routers = {t.name for t in tensors(model) if t.part == "router" and t.shape[:-1] == (count,)}
+        if routers <= frozen_names.matched(policy.freeze_parameters, routers):
+            message = f"got {policy.moe_aux_loss_coeff:g}, but {section}.freeze_parameters freezes all routers; expected 0"
+            yield Problem("policy.moe_aux_loss_coeff", "contradiction", message)
 
 
 def adapter_problems(lora_cfg: LoRAConfig, model: Mapping[str, Any], served: bool = False) -> Iterator[Problem]:
@@ -185,7 +192,7 @@ def is_described(recipe: Recipe) -> bool:
 
 def _check_support(policy: PolicyConfig, model: dict[str, Any], described: bool) -> Iterator[Problem]:
     """Yield a problem for attention or parallelism that the train backend does not support with this model."""
-    yield from problems_of(lambda: check_router_replay(model, policy))
+    yield from problems_of(lambda: check_routing(model, policy))
     if not uses_megatron(policy):
         yield from problems_of(lambda: check_fsdp(model, policy.dtensor_cfg))
         if described:
@@ -415,7 +422,7 @@ def _check_engine(key: str, vllm: VLLMConfig, owner: str, model: dict[str, Any])
     for kv_heads in _kv_heads(model):
         heads = model["num_attention_heads"]
         yield from _check_heads(f"{key}.tensor_parallel_size", vllm.tensor_parallel_size, owner, heads, kv_heads)
-    experts: int = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0
+    experts = expert_count(model)
     size = vllm.expert_parallel_size
     if size > 1 and not experts:
         yield Problem(f"{key}.expert_parallel_size", "too-large", f"got {size}; expected 1, since the model has no experts")

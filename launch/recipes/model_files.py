@@ -117,6 +117,21 @@ def public_model_config(name: str) -> dict[str, Any] | None:
     return {**(public_model_config(base) or {}), **config} if base else config
 
 
+def described(name: str | None) -> dict[str, Any] | None:
+    """Return the keys of a language model's config.json, from its folder, the Hugging Face cache or recipes/models.
+
+    None if none of them has it, or without a name.
+    """
+    if name is None:
+        return None
+    folder = Path(name) if Path(name).is_dir() else _in_cache(name)
+    path = None if folder is None else Path(folder) / "config.json"
+    if path is not None and not path.is_file():
+        return None
+    config = public_model_config(name) if path is None else read_json(path)
+    return None if config is None else {**config, **config.get("text_config", {})}
+
+
 def is_inside(name: str, folders: Iterable[os.PathLike]) -> bool:
     """Return whether a path lies in one of the folders."""
     return any(Path(name).absolute().is_relative_to(Path(folder).absolute()) for folder in folders)

@@ -59,6 +59,11 @@ def sequence_means(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     return sequence_sums(values, batch) / sequence_sums(torch.ones_like(values), batch).clamp(min=1)
 
 
+def sequence_weights(batch: PackedBatch, counts: GlobalCounts) -> torch.Tensor:
+    """Return each sequence's share of the counted tokens of the optimizer step, `[S]` float32."""
+    return sequence_sums(torch.ones_like(batch.advantages), batch) / max(1, counts.tokens)
+
+
 def per_token(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """Return each sequence's value at all of its tokens: `[S]` -> `[T]`."""
     return values[_sequence_of_token(batch)]

@@ -30,6 +30,7 @@ policy.optimizer.kwargs.nesterov: nesterov muon_nesterov muon_use_nesterov
 policy.optimizer.kwargs.ns_steps: muon_num_ns_steps num_ns_steps
 policy.optimizer.kwargs.adjust_lr_fn: muon_scale_mode muon_extra_scale_factor adjust_lr
 policy.optimizer.name: optim optimizer
+policy.moe_aux_loss_coeff: router_aux_loss_coef router_aux_loss_coeff aux_loss_coef aux_loss_alpha
 policy.max_grad_norm: grad_clip clip_grad max_norm gradient_clip_val
 policy.train_global_batch_size: batch_size global_batch_size train.global_batch_size train_batch_size mini_batch_size
 policy.train_global_batch_size: ppo_mini_batch_size gradient_accumulation_steps

@@ -25,7 +25,7 @@ ASYNC_SAVE = f"{MEGATRON}.checkpoint.async_save"
 _REASONS: dict[str, dict[str, Any]] = {
     "interleaved pipeline stages are not supported": {"virtual_pipeline_model_parallel_size": None},
     "other dispatchers do not accept sequences of varying length, or need DeepEP": {"moe_token_dispatcher_type": "alltoall"},
-    "a balancing loss would be divided by a different count than the policy's loss": {
+    "policy.moe_aux_loss_coeff sets the load-balancing loss, of each sequence, for both backends": {
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
     },

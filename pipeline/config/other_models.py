@@ -242,8 +242,9 @@ def _with_policy_layout(
 ) -> PolicyConfig:
     """Return the policy's configuration with another model in it.
 
-    The model keeps the policy's parallel layout, but gets no adapters, no replay of routing and none of Megatron-Core's own
-    optimizer keys. The numbers of layers in the first and last pipeline stage apply only if it is the policy's own model.
+    The model keeps the policy's parallel layout, but gets no adapters, no replay or balancing of routing and none of
+    Megatron-Core's own optimizer keys. The numbers of layers in the first and last pipeline stage apply only if it is the
+    policy's own model.
     """
     policy = recipe.policy
     own: dict[str, Any] = {"optimizer": None, "scheduler": None, "peft": MegatronLoRAConfig()}
@@ -257,6 +258,7 @@ def _with_policy_layout(
         precision=model.precision,
         freeze_parameters=[],
         router_replay=RouterReplayConfig(),
+        moe_aux_loss_coeff=0.0,
         dtensor_cfg=replace(policy.dtensor_cfg, lora_cfg=LoRAConfig()),
         megatron_cfg=replace(policy.megatron_cfg, **own),
         **more,

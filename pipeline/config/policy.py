@@ -205,6 +205,10 @@ class PolicyConfig:
     """Learning-rate schedule: one {name, kwargs}, or, as in NeMo-RL, a list of them that ends with {milestones: [...]}. It
     advances once per step of the algorithm, however many optimizer updates a step has. null: a constant rate."""
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    moe_aux_loss_coeff: Annotated[Float, Field(ge=0)] = 0.0
+    """Coefficient of the load-balancing loss of mixtures of experts, which is computed for each sequence and layer (DeepSeek-V3
+    eq. 17 to 20, Megatron-Core's seq_aux_loss) and added for all layers. 0: no such loss. Typical: 1e-4 to 1e-3. Routers must
+    train: with Megatron-Core, megatron_cfg.freeze_moe_router=false. Answers do not share the rows of their prompts."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
 

@@ -39,7 +39,7 @@ from pipeline.config.parallelism import (
     named_backend,
 )
 from pipeline.config.policy import LoRAConfig, PolicyConfig
-from pipeline.config.router_replay_checks import check_router_replay
+from pipeline.config.routing_checks import check_load_balancing, check_router_replay
 from pipeline.config.schema import Recipe, adapters, engine_ranks, generates, section, trains
 from pipeline.recipe.problems import Problem, refuse
 
@@ -130,6 +130,7 @@ def _check_world(recipe: Recipe) -> Iterator[Problem]:
     yield from dtensor_checks.check_lora(recipe)
     yield from _check_lora_refit(recipe)
     yield from check_router_replay(recipe)
+    yield from check_load_balancing(recipe)
     yield from _check_frozen(recipe.policy)
     yield from check_layout(recipe)
     if generates(recipe):

@@ -44,21 +44,26 @@ def check_fsdp(config: Mapping[str, Any], dtensor: DTensorConfig) -> None:
         message = "got true for a model with latent attention, which tensor parallelism leaves whole; expected false"
         raise RecipeError(Problem("policy.dtensor_cfg.sequence_parallel", "unsupported", message))
     key, size = "policy.dtensor_cfg.expert_parallel_size", dtensor.expert_parallel_size
-    count = _experts(config)
+    count = expert_count(config)
     if size > 1 and not count:
         raise RecipeError(Problem(key, "too-large", f"got {size}; expected 1, since the model has no experts"))
     if count % size:
         raise RecipeError(Problem(key, "not-divisible", f"got {size}; expected a divisor of the model's {count} experts"))
 
 
-def check_router_replay(config: Mapping[str, Any], policy: PolicyConfig) -> None:
-    """Raise RecipeError if the recipe replays the routing of a model without experts."""
-    if policy.router_replay.enabled and not _experts(config):
+def check_routing(config: Mapping[str, Any], policy: PolicyConfig) -> None:
+    """Raise RecipeError if the recipe replays or balances the routing of a model without experts."""
+    if expert_count(config):
+        return
+    if policy.router_replay.enabled:
         message = "got true, but the model has no experts; expected false"
         raise RecipeError(Problem("policy.router_replay.enabled", "has-no-effect", message))
+    if policy.moe_aux_loss_coeff:
+        message = f"got {policy.moe_aux_loss_coeff:g}, but the model has no experts; expected 0"
+        raise RecipeError(Problem("policy.moe_aux_loss_coeff", "has-no-effect", message))
 
 
-def _experts(config: Mapping[str, Any]) -> int:
+def expert_count(config: Mapping[str, Any]) -> int:
     """Return the number of experts of each mixture; 0 for a dense model."""
     counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
     return next((count for count in counts if count), 0)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pipeline import config, train
 from pipeline.algorithms.algorithm import Algorithm, Loss, OnlineAlgorithm
+from pipeline.algorithms.reductions import sequence_weights
 from pipeline.algorithms.token_advantages import keep_high_entropy, moments, standardize
 from pipeline.checkpoints import verification
 from pipeline.checkpoints.background_worker import BackgroundWorker
@@ -219,14 +220,16 @@ class TrainRole:
 
         Then advance the schedules of these models, once for the whole step.
         """
-        needs = self._algorithm.needs
+        needs, balances = self._algorithm.needs, self._recipe.policy.moe_aux_loss_coeff > 0
         metrics: dict[str, list[dict[str, float]]] = {model: [] for model in models}
         for epoch in range(1, needs.epochs + 1):
             for update, batches in zip(self._updates, self._batches, strict=True):
                 for model in models:
                     with self._world.phase(f"step of the {model}"):
                         loss = functools.partial(_loss, self._algorithm.losses[model], update.counts)
-                        metrics[model].append(self._models[model].step(batches, loss).metrics)
+                        balanced = balances and model == "policy"
+                        packed = [_balanced(batch, update.counts) for batch in batches] if balanced else batches
+                        metrics[model].append(self._models[model].step(packed, loss).metrics)
             if epoch == needs.epochs or needs.schedule_every_epoch:
                 for model in models:
                     self._models[model].advance_schedule()
@@ -383,6 +386,11 @@ class TrainRole:
             head = self._algorithm.needs.head
             writes = self._world.rank == 0
             return export(self._policy, self._recipe.policy, Path(folder), writes=writes, head=head, retry=self._retry)
+
+
+def _balanced(batch: PackedBatch, counts: GlobalCounts) -> PackedBatch:
+    """Return a batch with the weights of its sequences' load-balancing losses."""
+    return dataclasses.replace(batch, balance=sequence_weights(batch, counts))
 
 
 def _loss(loss: Loss, counts: GlobalCounts, outputs: Outputs, batch: PackedBatch) -> LossOutput:

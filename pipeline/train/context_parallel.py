@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from pipeline.train.load_balancing import BalancedRows
 from pipeline.train.sequence_bounds import Packing, rows_of_rank, sequence_order, to_device
 from pipeline.types import NO_EXPERT, PackedBatch
 
@@ -36,6 +37,7 @@ class LocalBatch:
     begins: torch.Tensor  # [T] bool: whether token t is the first of a sequence, which no row predicts
     head: HeadRows | None = None  # the rows of the head; None: all t rows, in places of the same number
     experts: torch.Tensor | None = None  # [t, E, K] int32, see PackedBatch.experts; NO_EXPERT for padding
+    balanced: BalancedRows | None = None  # of a batch with PackedBatch.balance
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,18 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: di
         begins=begins,
         head=head,
         experts=None if batch.experts is None else _padded(batch.experts, real, starts[-1])[rows],
+        balanced=None if batch.balance is None else _balanced(batch, batch.balance, real, starts[-1], rows),
     )
+
+
+def _balanced(batch: PackedBatch, weights: torch.Tensor, real: torch.Tensor, length: int, rows: torch.Tensor) -> BalancedRows:
+    """Return the sequences of this rank's `rows` of a padded batch with `length` rows, of which `real` are no padding."""
+    device = weights.device
+    lengths = to_device(torch.tensor(batch.lengths), device)
+    sequence = torch.full((length,), len(weights), device=device)
+    numbers = torch.arange(len(weights), device=device)
+    sequence[real] = numbers.repeat_interleave(lengths, output_size=len(batch.tokens))
+    return BalancedRows(sequence[rows], torch.cat([weights / lengths.square(), weights.new_zeros(1)]))
 
 
 def _padded(experts: torch.Tensor, real: torch.Tensor, length: int) -> torch.Tensor:

@@ -68,6 +68,7 @@ class FSDPBackend(TrainBackend):
             meshes = Meshes.of(layout, self.device.type)
         self._context = meshes.context if meshes is not None else None
         self._model = build(policy, self.device, meshes, seed, role)
+        self._balancing = self._model.routers.balancing if self._model.routers else None
         self._parameters = dict(self._model.hf.named_parameters())
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._shapes, _ = checkpoint_shapes(self._model.hf.config, role.head)  # on disk, in a checkpoint's order
@@ -151,6 +152,8 @@ class FSDPBackend(TrainBackend):
         metrics = reduce_outputs(shares, counts=self._layout.leads_batch, group=self._group, device=self.device)
         self._scale.count_step()
         self._gradients.clip(norm, self._policy.max_grad_norm)
+        if self._balancing is not None:
+            metrics |= self._balancing.metrics(self._group, self.device)
         metrics |= {"grad_norm": norm, "lr": self._schedule.lr}
         self._optimizer.step()
         self._refresh_merged()
@@ -159,6 +162,8 @@ class FSDPBackend(TrainBackend):
     def _differentiate(self, batches: Sequence[PackedBatch], loss: Loss) -> list[LossOutput]:
         """Compute the gradient of this rank's batches, and return their losses. Collective."""
         self._optimizer.zero_grad(set_to_none=True)
+        if self._balancing is not None:
+            self._balancing.begin(self._scale.factor)
         shares = []
         for batch in batches:
             with self._model.adapters.switch.training() if self._model.adapters else contextlib.nullcontext():
@@ -192,12 +197,13 @@ class FSDPBackend(TrainBackend):
 
     def _outputs(self, batch: PackedBatch, model: PackedModel, top_k: int = 0, truncated: bool = True) -> Outputs:
         layout = self._layout
-        if model.replay is None:
+        if model.routers is None:
             batch = dataclasses.replace(batch, experts=None)
-        # Answers of one prompt may have other recorded experts of its tokens.
+        # Answers of one prompt may have other recorded experts of its tokens, and balance these tokens with their own.
         if (
             model.shares_prompts
             and batch.experts is None
+            and batch.balance is None
             and layout.context == layout.tokens_multiple == 1
             and saved_tokens(batch)
         ):

@@ -10,6 +10,7 @@ checkpoints with other names than the model's, buffers that cannot be recomputed
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -42,7 +43,7 @@ from pipeline.train.model_checks import check_model, derive_buffers, freeze_buff
 from pipeline.train.optimizer_trial import stand_ins, try_optimizer
 from pipeline.train.packed_attention import NAME
 from pipeline.train.recompute import recompute
-from pipeline.train.router_replay import RouterReplay
+from pipeline.train.routers import Routers
 from pipeline.train.sequence_resets import TensorRanks, decoder_layers, reset_sequences
 from pipeline.train.shards import local, local_box
 from pipeline.train.train_backend import ModelRole
@@ -66,16 +67,15 @@ class PackedModel(nn.Module):
         self.shares_prompts = True  # whether attention alone mixes the tokens of a sequence
         self.compiled = False  # whether layers are compiled at the first call
         self.adapters: Adapters | None = None  # their parameters exist only in our checkpoints
-        self.replay: RouterReplay | None = None
+        self.routers: Routers | None = None  # None: nothing observes them
 
     def forward(self, batch: LocalBatch, top_k: int = 0, truncated: bool = True) -> Outputs:
         """Return outputs of the whole batch. top_k: see `packed_outputs`. truncated: False to ignore the head's truncation."""
-        if self.replay is not None:
-            self.replay.use(self._routed(batch))
-        # With use_cache, transformers would ignore that positions restart.
-        hidden = language_model(self.hf)(
-            input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, packing=batch.packing
-        ).last_hidden_state[0]
+        with self._routing(batch):
+            # With use_cache, transformers would ignore that positions restart.
+            hidden = language_model(self.hf)(
+                input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, packing=batch.packing
+            ).last_hidden_state[0]
         if self.tensor_ranks is not None and self.tensor_ranks.sequence:
             hidden = GatherContextParallel.apply(hidden, self.tensor_ranks.group)
         head = self.head if truncated else self.head.untruncated()
@@ -89,12 +89,15 @@ class PackedModel(nn.Module):
             hidden = F.pad(hidden, (0, 1), value=1.0)
         return head.outputs(hidden, weight, batch, self.shard, top_k)
 
-    def _routed(self, batch: LocalBatch) -> torch.Tensor | None:
-        """Return the experts of the tokens whose states this rank has between layers."""
-        ranks = self.tensor_ranks
-        if batch.experts is None or ranks is None or not ranks.sequence:
-            return batch.experts
-        return batch.experts.chunk(ranks.group.size())[ranks.group.rank()]
+    def _routing(self, batch: LocalBatch) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which layers route the tokens whose states this rank has between layers."""
+        ranks, experts, rows = self.tensor_ranks, batch.experts, batch.balanced
+        if self.routers is None:
+            return contextlib.nullcontext()
+        if ranks is not None and ranks.sequence:
+            experts = None if experts is None else experts.chunk(ranks.group.size())[ranks.group.rank()]
+            rows = None if rows is None else rows.part(ranks.group)
+        return self.routers.forward(experts, rows)
 
 
 def build(
@@ -126,8 +129,8 @@ def build(
     if meshes is not None and meshes.tensor.size() > 1:
         _parallelize(model, meshes.tensor, role, policy.dtensor_cfg.sequence_parallel)
     experts = [] if meshes is None else _distribute_experts(model, meshes, policy.dtensor_cfg.sequence_parallel)
-    if policy.router_replay.enabled and role.trained and role.head == "logprobs":
-        model.replay = RouterReplay(hf)
+    if role.trained and (policy.router_replay.enabled or policy.moe_aux_loss_coeff):
+        model.routers = _routers(model, policy.moe_aux_loss_coeff, meshes)
     layers = decoder_layers(hf)
     use_kernels(policy, hf, device)
     resets = reset_sequences(language_model(hf), layers, model.tensor_ranks)
@@ -230,6 +233,16 @@ def _distribute_experts(model: PackedModel, meshes: Meshes, sequence: bool) -> l
     model.partial = {name: group for name, group in model.partial.items() if not name.startswith(experts)}
     shared = meshes.tensor.size() > 1 and not sequence
     return expert_parallel.distribute(model.hf, meshes.expert, meshes.tensor.get_group() if shared else None)
+
+
+def _routers(model: PackedModel, coefficient: float, meshes: Meshes | None) -> Routers:
+    """Return the model's routers. coefficient: of the load-balancing loss."""
+    shared = [meshes.context] if meshes is not None and meshes.context is not None else []
+    if (ranks := model.tensor_ranks) is None:
+        return Routers(model.hf, coefficient, shared)
+    if ranks.sequence:
+        return Routers(model.hf, coefficient, [*shared, ranks.group])
+    return Routers(model.hf, coefficient, shared, counts=ranks.group.rank() == 0)
 
 
 def _shard(

@@ -61,7 +61,8 @@ class TrainBackend(Protocol):
     def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
         """Take one optimizer step on the summed loss of all batches of all data-parallel ranks.
 
-        For a batch with a teacher's tokens, `Outputs.top_k` contains this model's log-probs of these tokens. Raises
+        For a batch with a teacher's tokens, `Outputs.top_k` contains this model's log-probs of these tokens. Batches with
+        `balance` add the load-balancing loss (load_balancing.py), which the metric `loss` leaves out. Raises
         FloatingPointError if the gradient is not finite; the weights are then unchanged. Does not advance the schedules.
         """
         ...

@@ -18,6 +18,7 @@ GRPO = "trl grpo --model_name_or_path m --dataset_name d --max_steps 12 --reward
 RLOO, SFT, DPO, KTO, REWARD = (
     f"trl {name} --model_name_or_path m --dataset_name d --max_steps 12" for name in ("rloo", "sft", "dpo", "kto", "reward")
 )
+BALANCE = "policy.moe_aux_loss_coeff"
 SCORED = "--reward_funcs accuracy_reward"
 
 
@@ -94,6 +95,13 @@ TRANSLATED = [
     (f"{SFT} --save_strategy no", "checkpointing.enabled", False),
     (f"{SFT} --eval_strategy steps --eval_steps 0.5", "sft.val_period", 6),
     (f"{SFT} --report_to wandb --run_name r", "logger.wandb.name", "r"),
+    # x 8 experts of a token / 48 layers, x 2 / 32; the model's coefficient, unless the command has one
+    (SFT.replace(" m ", " Qwen/Qwen3-30B-A3B "), BALANCE, 0.000166667),
+    (f"{DPO.replace(' m ', ' mistralai/Mixtral-8x7B-v0.1 ')} --router_aux_loss_coef 0.01", BALANCE, 0.000625),
+    (f"{SFT.replace(' m ', ' Qwen/Qwen3-30B-A3B ')} --router_aux_loss_coef 0", BALANCE, None),
+    (f"{SFT.replace(' m ', ' Qwen/Qwen3-30B-A3B ')} --use_peft", BALANCE, None),
+    (SFT.replace(" m ", " Qwen/Qwen3-8B "), BALANCE, None),
+    (REWARD.replace(" m ", " Qwen/Qwen3-30B-A3B "), BALANCE, None),
 ]
 
 

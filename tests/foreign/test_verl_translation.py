@@ -424,6 +424,20 @@ def test_routing_of_the_sampler_is_replayed(recipe) -> None:
     assert not recipe(*REPLAY).policy.router_replay.enabled
 
 
+@pytest.mark.parametrize(
+    ("words", "coefficient"),
+    [
+        (("moe_aux_loss_coeff=0.01",), 0.0),  # verl's moe_router_load_balancing_type is none
+        (("moe_router_load_balancing_type=seq_aux_loss", "moe_aux_loss_coeff=0.01"), 0.01),
+        (("moe_router_load_balancing_type=aux_loss",), 0.001),  # of the model
+    ],
+)
+def test_the_load_of_experts_is_balanced(words: tuple[str, ...], coefficient: float, recipe) -> None:
+    overrides = (f"+{ACTOR}.megatron.override_transformer_config.{word}" for word in words)
+    found = recipe("model_engine=megatron", "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", *overrides)
+    assert found.policy.moe_aux_loss_coeff == coefficient
+
+
 def test_notes_say_what_differs(inspect) -> None:
     words = (f"{ACTOR}.ppo_mini_batch_size=64", f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm")
     notes = "\n".join(inspect(*words, f"{ROLLOUT}.name=sglang").notes)

@@ -131,3 +131,11 @@ EXPERTS = "policy.dtensor_cfg.expert_parallel_size"
 def test_experts_that_expert_parallel_ranks_cannot_share_are_a_problem(config, code):
     policy = PolicyConfig(dtensor_cfg=DTensorConfig(expert_parallel_size=4))
     assert refused(config, policy) == ({(EXPERTS, code)} if code else set())
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_dense_model_has_no_load_to_balance(enabled):
+    policy = PolicyConfig(moe_aux_loss_coeff=0.001, megatron_cfg=MegatronConfig(enabled=enabled), max_total_sequence_length=64)
+    assert (
+        problems("llama", policy) == {("policy.moe_aux_loss_coeff", "has-no-effect")} and problems("mixtral", policy) == set()
+    )

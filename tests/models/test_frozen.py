@@ -69,3 +69,19 @@ def test_a_reward_model_has_a_head_of_its_own():
     for pattern, codes in (("score.weight", set()), ("lm_head.weight", {"not-a-choice"})):
         found = named(problems("policy", PolicyConfig(freeze_parameters=[pattern]), plain, values=True))
         assert found == {("policy.freeze_parameters", code) for code in codes}
+
+
+@pytest.mark.parametrize(
+    "family, patterns, some",
+    [
+        ("qwen3_moe", ["*.mlp.gate.*"], ["model.layers.0.mlp.gate.*"]),
+        ("gpt_oss", ["*.mlp.router.*"], ["*.0.mlp.router.*"]),
+        ("nemotron_h_moe", ["*.mixer.gate.weight"], ["backbone.layers.1.*"]),
+        ("deepseek_v3", ["*.mlp.*"], ["model.embed_tokens.*", "*.experts.*"]),
+    ],
+)
+def test_frozen_routers_balance_no_load(family, patterns, some):
+    plain, key = CONFIGS[family].to_dict(), ("policy.moe_aux_loss_coeff", "contradiction")
+    for given, expected in ((patterns, {key}), (some, set())):
+        policy = PolicyConfig(freeze_parameters=given, moe_aux_loss_coeff=0.001)
+        assert named(problems("policy", policy, plain, values=False)) == expected

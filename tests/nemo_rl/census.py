@@ -60,6 +60,13 @@ TRANSLATED: dict[str, tuple[Callable[[Tree], Any], str, Any]] = {
         "",
         ("policy.router_replay.enabled", lambda t: True),
     ),
+    "load balancing": (
+        lambda t: (
+            megatron(t, "expert_model_parallel_size", 1) > 1 and megatron(t, "moe_router_load_balancing_type", "none") != "none"
+        ),
+        "policy.megatron_cfg.moe_router_load_balancing_type",
+        None,
+    ),
     "async PPO": (lambda t: get(t, "ppo.async_ppo.enabled"), "", ("ppo.async_ppo.enabled", lambda t: True)),
     "single controller": (lambda t: "async_rl" in t, "async_rl.sampler", None),
     "several teachers": (

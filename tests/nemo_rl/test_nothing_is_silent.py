@@ -99,6 +99,12 @@ ASKING = {
 
 KEEPING = {
     "router replay": ("grpo", "policy.router_replay.enabled=true"),
+    "load balancing": (
+        "grpo_megatron",
+        "policy.model_name=Qwen/Qwen3-30B-A3B",
+        "policy.megatron_cfg.expert_model_parallel_size=2",
+        "policy.megatron_cfg.moe_router_load_balancing_type=aux_loss",
+    ),
     "async PPO": ("ppo", "ppo.async_ppo.enabled=true", "ppo.async_ppo.in_flight_weight_updates=true"),
     "single controller": ("grpo", "grpo.async_grpo=null", "async_rl={sampler: {name: windowed, max_staleness_versions: 2}}"),
     "several teachers": (

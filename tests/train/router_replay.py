@@ -49,6 +49,19 @@ def pack(chosen: Sequence[int], recorded: list[torch.Tensor]) -> PackedBatch:
 def eager(folder: Path) -> ranks.Expected:
     """Return (log-probs, gradients by name on disk, loss) of the model in float64 with the recorded experts."""
     model = cases.eager_model(AutoModelForCausalLM, folder, torch.float64)
+    force(model)
+    logprobs, total = cases.logprobs_and_loss(model)
+    total.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return (
+        logprobs,
+        references.stored(references.Reference(logprobs, gradients, total.item()), folder).gradients,
+        total.detach(),
+    )
+
+
+def force(model: PreTrainedModel) -> None:
+    """Make the routers of a model, which computes one sequence after the other, take the recorded experts."""
     sequences = iter(of_model(model))
     now: list[torch.Tensor] = [torch.empty(0)]
     model.register_forward_pre_hook(lambda *_: now.__setitem__(0, next(sequences)))
@@ -64,14 +77,6 @@ def eager(folder: Path) -> ranks.Expected:
             return logits, _weights(model.config.model_type, router, logits, given), given
 
         router.forward = forward
-    logprobs, total = cases.logprobs_and_loss(model)
-    total.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return (
-        logprobs,
-        references.stored(references.Reference(logprobs, gradients, total.item()), folder).gradients,
-        total.detach(),
-    )
 
 
 def _weights(family: str, router: torch.nn.Module, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

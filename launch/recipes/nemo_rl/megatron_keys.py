@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from launch.recipes.model_files import public_model_config, read_json
+from launch.recipes.model_files import described
 from launch.recipes.nemo_rl.algorithm_keys import epochs, max_num_steps
 from launch.recipes.nemo_rl.cluster_keys import environment_variables
 from launch.recipes.nemo_rl.logger_keys import TEXT
+from launch.recipes.translation.balancing_losses import ADAPTED, from_megatron
 from launch.recipes.translation.rules import Changed, Done, Ignored, Only, Same, Switch, apply, if_set, under
 from launch.recipes.translation.translator import ABSENT, Translator
 from pipeline.algorithms import OFFLINE
 from pipeline.algorithms.sections import OfflineConfig, OnlineConfig, bound
+from pipeline.models.backend_support import expert_count
 from pipeline.train.adapters import modules
 
 KEY = "policy.megatron_cfg"
 OPTIMIZER, SCHEDULER = f"{KEY}.optimizer", f"{KEY}.scheduler"
-BALANCE = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate")  # of a mixture of experts
+BIAS = f"{KEY}.moe_router_bias_update_rate"
 LORA_OPTION = "this option of LoRA"
 FROZEN = "freezing the language model, which leaves nothing to train without images, sound or video"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 MEGATRON = under(
     "megatron_cfg",
@@ -64,7 +63,7 @@ MEGATRON = under(
         Ignored("inference_* moe_pad_experts_for_cuda_graph_inference clear_memory_caches_before_refit"),
         Ignored("use_gloo_process_groups use_fused_weighted_squared_relu fused_linear_logprobs_chunk_size"),
         Done("enabled env_vars.* use_fused_linear_logprobs scheduler.lr_decay_iters scheduler.*_weight_decay"),
-        Done(" ".join(BALANCE)),
+        Done("moe_router_load_balancing_type moe_aux_loss_coeff moe_router_bias_update_rate"),
         # NeMo-RL does not read these, or sets them itself.
         Ignored("converter_type moe_router_enable_expert_bias train_iters calculate_per_token_loss"),
         Ignored("scale_loss_by_dp_cp_size do_not_average_loss cp_normalize checkpoint.*"),
@@ -106,11 +105,12 @@ SCHEDULER_RULES = under(
 def translate(t: Translator, algorithm: str) -> None:
     """Translate Megatron-Core's section with its optimizer and schedule."""
     environment_variables(t, f"{KEY}.env_vars", "cluster.train.env_vars")
-    dense = has_experts(t.get("policy.model_name")) is False
-    for name in BALANCE:  # some recipes of dense models set these too, without effect
-        if not dense:
-            t.copy(f"{KEY}.{name}")
-        t.consume(f"{KEY}.{name}")
+    if has_experts(t.get("policy.model_name")) is not False:  # some recipes of dense models set it too, without effect
+        t.copy(BIAS)
+    t.consume(BIAS)
+    frozen = "freeze_moe_router=true freezes routers" if t.on(f"{KEY}.freeze_moe_router") else ""
+    frozen = ADAPTED if t.on(f"{KEY}.peft.enabled") else frozen
+    from_megatron(t, f"{KEY}.moe_router_load_balancing_type", f"{KEY}.moe_aux_loss_coeff", frozen)
     if not t.on(f"{KEY}.activation_checkpointing"):
         for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"):
             t.consume(f"{KEY}.{name}")
@@ -171,14 +171,8 @@ def _muon(t: Translator) -> None:
 
 def has_experts(model: str | None) -> bool | None:
     """Return whether the model is a mixture of experts; None if its config.json is not available."""
-    if model is None:
-        return None
-    path = Path(model) / "config.json"
-    config = read_json(path) if path.is_file() else None if path.parent.is_dir() else public_model_config(model)
-    if config is None:
-        return None
-    text = {**config, **config.get("text_config", {})}
-    return any(text.get(key) for key in EXPERTS)
+    config = described(model)
+    return None if config is None else expert_count(config) > 0
 
 
 def _schedule(t: Translator, algorithm: str) -> None:

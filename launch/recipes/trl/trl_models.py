@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from launch.recipes.translation.rules import Changed, Ignored, Only, apply
+from launch.recipes.translation.balancing_losses import ADAPTED, from_transformers
+from launch.recipes.translation.rules import Changed, Done, Ignored, Only, apply
 from launch.recipes.translation.translator import Translator
 
 DTENSOR = "policy.dtensor_cfg"
@@ -29,7 +30,7 @@ RULES = (
     Only("lora_target_parameters", (None,), "adapters of parameters that are not layers", "lora_target_modules"),
     Changed("trust_remote_code", (False, None), "code in the model's files is not run; the model must be in transformers"),
     Changed("activation_offloading", (False, None), "activations are recomputed, not offloaded"),
-    Changed("router_aux_loss_coef", (None, 0, 0.0), "no load-balancing loss is added to the loss with FSDP2"),
+    Done("router_aux_loss_coef"),
     Ignored("attn_implementation tokenizer_name_or_path bnb_4bit_* use_bnb_nested_quant lora_* use_peft use_dora use_rslora"),
     Ignored("dtype bf16 fp16 gradient_checkpointing gradient_checkpointing_kwargs* use_liger_kernel use_liger_loss model_*"),
     Ignored("disable_dropout padding_free"),  # packed sequences have no padding; models of today have no dropout
@@ -51,6 +52,8 @@ def translate(t: Translator) -> None:
             t.put("policy.tokenizer.chat_template", template, key)
     if t.on("use_peft"):
         _adapters(t)
+    if t.has("router_aux_loss_coef"):  # not of a reward model
+        from_transformers(t, "router_aux_loss_coef", ADAPTED if t.on("use_peft") else "")
     apply(t, RULES)
 
 

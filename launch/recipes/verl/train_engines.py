@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from launch.recipes.translation.balancing_losses import ADAPTED, from_megatron
 from launch.recipes.translation.rules import Changed, Done, Ignored, Only, apply, under
 from launch.recipes.translation.translator import Translator
 
@@ -78,6 +79,7 @@ KERNELS = ("moe_permute_fusion", "moe_grouped_gemm", "apply_rope_fusion", "bias_
 TRANSFORMER = (  # override_transformer_config
     Done("recompute_granularity recompute_modules recompute_method recompute_num_layers attention_backend"),
     Done(" ".join((*COPIED, *KERNELS))),
+    Done("moe_router_load_balancing_type moe_aux_loss_coeff"),
     Changed(
         "moe_token_dispatcher_type moe_enable_deepep",
         ("alltoall", "allgather", False, None),
@@ -97,7 +99,7 @@ def translate(t: Translator, model: str, section: str, engine: str) -> None:
     for backend, cfg in (("dp", DTENSOR), ("megatron", MEGATRON)):
         t.put(f"{cfg}.enabled", engine == backend, f"{section}.strategy")
     if engine == "megatron":
-        _megatron(t, section)
+        _megatron(t, section, ADAPTED if t.get(f"{model}.lora.rank") else "")
         _adapters(t, model, f"{MEGATRON}.peft")
     else:
         _fsdp(t, section)
@@ -169,7 +171,8 @@ def _world(t: Translator) -> int:
     return nodes * gpus if isinstance(nodes, int) and isinstance(gpus, int) else 1
 
 
-def _megatron(t: Translator, section: str) -> None:
+def _megatron(t: Translator, section: str, frozen: str) -> None:
+    """Translate the engine. frozen: why routers do not train; empty if they do."""
     own = f"{section}.megatron" if t.get(f"{section}.megatron") is not None else section
     _precision(t, f"{own}.dtype")
     for name in ("tensor_model", "pipeline_model", "context", "expert_model"):
@@ -183,7 +186,9 @@ def _megatron(t: Translator, section: str) -> None:
         t.put("policy.router_replay.enabled", True, f"{own}.router_replay.mode")
     elif mode not in ("disabled", None):
         t.lacks(f"{own}.router_replay.mode", mode, "replay of the routing of the trainer's own log-probs", "R3")
-    _transformer(t, f"{own}.override_transformer_config")
+    overrides = f"{own}.override_transformer_config"
+    from_megatron(t, f"{overrides}.moe_router_load_balancing_type", f"{overrides}.moe_aux_loss_coeff", frozen)
+    _transformer(t, overrides)
     apply(t, under(own, MEGATRON_RULES))
 
 

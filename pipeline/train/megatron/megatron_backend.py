@@ -44,9 +44,9 @@ from pipeline.train.megatron.groups import context_group, data_group, initialize
 from pipeline.train.megatron.local_modules import PackedSequences, kernels_read_starts
 from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
 from pipeline.train.megatron.model import build, data_parallel
-from pipeline.train.megatron.replayed_routers import ReplayedRouters
 from pipeline.train.megatron.saved_state import SavedState, boxes, layout_of
 from pipeline.train.megatron.served_weights import ServedWeights
+from pipeline.train.megatron.stage_routers import StageRouters
 from pipeline.train.offload import HostWeights, Offload
 from pipeline.train.outputs import broadcast_outputs, broadcast_record, reduce_outputs
 from pipeline.train.sequence_bounds import check_batches
@@ -81,8 +81,9 @@ class MegatronBackend(TrainBackend):
         self._base = {name: local for name, local in self._local.items() if name not in whole}
         self._saved = SavedState.of(self._local, self._shapes, self._adapters, role.head)
         self._vocabulary = hf.vocab_size
-        replays = policy.router_replay.enabled and role.trained and role.head == "logprobs"
-        self._replay = ReplayedRouters(self._stage, family) if replays else None
+        routes = role.trained and (policy.router_replay.enabled or policy.moe_aux_loss_coeff > 0)
+        self._routers = StageRouters(self._stage, family, policy) if routes else None
+        self._balancing = self._routers.balancing if self._routers else None
         self._head = OutputHead.of(policy, role)
         self._training: tuple[DistributedDataParallel, ScheduledOptimizer] | None = None
         if role.trained:
@@ -130,6 +131,8 @@ class MegatronBackend(TrainBackend):
             raise ValueError("a step needs at least one batch")
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self._balancing is not None:
+            self._balancing.begin()
         losses: list[LossOutput] = []
 
         def finish(batch: PackedBatch, outputs: Outputs) -> torch.Tensor:
@@ -140,6 +143,8 @@ class MegatronBackend(TrainBackend):
         with self._adapters.switch.training() if self._adapters else contextlib.nullcontext():
             self._run(self._model, batches, finish, self._head)
         metrics = self._metrics(losses)
+        if self._balancing is not None:
+            metrics |= self._balancing.metrics(self._group, self.device)
         lr = self._optimizer.schedule.lr
         metrics |= {"grad_norm": self._optimizer.step(), "lr": lr}
         self._served.refresh()
@@ -186,7 +191,7 @@ class MegatronBackend(TrainBackend):
         def forward_step(iterator: Iterator[tuple[PackedBatch, LocalBatch]], model: torch.nn.Module):
             batch, local = next(iterator)
             sequences = PackedSequences.of(local.packing, self._starts_on_host)
-            with self._replay.forward(local.experts) if self._replay else contextlib.nullcontext():
+            with self._routers.forward(local) if self._routers else contextlib.nullcontext():
                 hidden = model(local.tokens, local.positions, attention_mask=None, packed_seq_params=sequences)
             if not parallel_state.is_pipeline_last_stage():
                 return hidden, None

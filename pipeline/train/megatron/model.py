@@ -268,7 +268,7 @@ def _mixture(megatron: MegatronConfig, engine: bool) -> dict[str, Any]:
         else grouped,  # adapters need separate experts
         "moe_permute_fusion": engine if megatron.moe_permute_fusion is None else megatron.moe_permute_fusion,
         "moe_router_dtype": megatron.moe_router_dtype,
-        "moe_router_load_balancing_type": "none",  # a load-balancing loss would move the policy away from the one that sampled
+        "moe_router_load_balancing_type": "none",  # load_balancing.py has the loss
         "moe_router_bias_update_rate": megatron.moe_router_bias_update_rate,
         "moe_shared_expert_overlap": megatron.moe_shared_expert_overlap,
     }

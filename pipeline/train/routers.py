@@ -1,0 +1,146 @@
+"""The routers of a Hugging Face policy: router replay (policy.router_replay) and load balancing (load_balancing.py).
+
+An engine and a trainer round differently, so their routers can choose other experts for the same token. Then log-probs differ
+by far more than rounding, and importance weights with them (R3, https://arxiv.org/abs/2510.11370). With replay only the choice
+comes from the engine: weights of the chosen experts, and their gradients, come from the trained router.
+
+Each of transformers' routers chooses with `torch.topk(scores, k)` over all experts of a token. Within a layer's mixture, replay
+changes the result of this call to the recorded experts and their scores. It does the same when the backward pass recomputes a
+layer, since no other batch is computed in between. The load-balancing loss takes the probabilities of experts from the same
+call, and from the softmax or sigmoid of all experts' logits before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from pipeline.recipe.problems import Problem, RecipeError
+from pipeline.train.expert_parallel import expert_modules
+from pipeline.train.load_balancing import BalancedRows, LoadBalancing
+from pipeline.types import NO_EXPERT
+
+
+def refusal(coefficient: float, reason: str) -> RecipeError:
+    """Return the error of a model whose routers cannot be balanced or, if the coefficient is 0, not be replayed."""
+    key, got, expected = "policy.router_replay.enabled", "true", "false"
+    if coefficient:
+        key, got, expected = "policy.moe_aux_loss_coeff", f"{coefficient:g}", "0"
+    return RecipeError(Problem(key, "unsupported", f"got {got}, but {reason}; expected {expected}"))
+
+
+class Routers:
+    """The mixtures of experts of a model, and the experts that their tokens go to."""
+
+    def __init__(
+        self, hf: PreTrainedModel, coefficient: float, shared: Sequence[dist.ProcessGroup] = (), counts: bool = True
+    ) -> None:
+        """Change the mixtures' forward. coefficient: of the load-balancing loss. shared, counts: see `LoadBalancing`.
+
+        Raises RecipeError if transformers does not dispatch the model's experts by token.
+        """
+        modules = expert_modules(hf)
+        if not modules:
+            raise refusal(coefficient, f"{type(hf).__name__} has no experts that transformers dispatches by token")
+        self._coefficient = coefficient
+        self.balancing = LoadBalancing(coefficient, len(modules), shared, counts) if coefficient else None
+        self._experts: torch.Tensor | None = None
+        self._rows: BalancedRows | None = None
+        self._in_forward = False
+        self._layers = len(modules)
+        for layer, (name, experts) in enumerate(modules.items()):
+            mixture = hf.get_submodule(name.rpartition(".")[0])
+            mixture.forward = functools.partial(self._forward, mixture.forward, layer, int(experts.num_experts))  # pyright: ignore[reportArgumentType]
+
+    @contextlib.contextmanager
+    def forward(self, experts: torch.Tensor | None, rows: BalancedRows | None) -> Iterator[None]:
+        """Within this context, and when a backward pass recomputes it, replay these experts and balance these rows.
+
+        experts: [t, E, K], see PackedBatch.experts; None: the routers choose. rows: None: no load-balancing loss.
+        """
+        check_layers(experts, self._layers)
+        self._experts, self._rows, self._in_forward = experts, rows, True
+        yield
+        self._in_forward = False
+
+    def _forward(self, forward: Any, layer: int, count: int, *inputs: Any, **options: Any) -> Any:
+        recorded = None if self._experts is None else self._experts[:, layer].long()
+        rows = self._rows
+        if recorded is None and rows is None:
+            return forward(*inputs, **options)
+        tokens = len(recorded if recorded is not None else rows.sequence)  # pyright: ignore[reportOptionalMemberAccess]
+        with _Choice((tokens, count), recorded) as choice:
+            output = forward(*inputs, **options)
+        if choice.chosen is None:
+            raise refusal(self._coefficient, "a router of the model does not choose by torch.topk over all experts")
+        if rows is None:
+            return output
+        assert self.balancing is not None
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        visits = torch.zeros(tokens, count, dtype=torch.bool, device=hidden.device).scatter_(1, choice.chosen, True)
+        of = (choice.probabilities, visits, choice.chosen.size(1), rows, layer, self._in_forward)
+        hidden = self.balancing.attach(hidden, *of)
+        return (hidden, *others) if isinstance(output, tuple) else hidden
+
+
+class _Choice(TorchFunctionMode):
+    """Observes the router within this context, and makes it choose the recorded experts, [t, K] int64, if there are any.
+
+    shape: (t, number of experts), that of scores of all experts.
+    """
+
+    def __init__(self, shape: tuple[int, int], recorded: torch.Tensor | None) -> None:
+        super().__init__()
+        self._shape, self._recorded = shape, recorded
+        self._activation, self._scores = "", torch.empty(0)
+        self.chosen: torch.Tensor | None = None  # [t, K]
+
+    @property
+    def probabilities(self) -> torch.Tensor:
+        """[t, E]: the router's probabilities of all experts, with a graph."""
+        if self._activation == "softmax":
+            return self._scores
+        if self._activation == "sigmoid":
+            return self._scores / (self._scores.sum(-1, keepdim=True) + 1e-20)
+        return self._scores.softmax(-1, dtype=torch.float32)
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in ("softmax", "sigmoid") and self.chosen is None and result.shape == self._shape:
+            self._activation, self._scores = name, result
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        (scores, *_), (_, chosen) = args, result
+        if scores.shape != self._shape or (self._recorded is not None and chosen.shape != self._recorded.shape):
+            return result  # a choice among groups of experts
+        if not self._activation:
+            self._scores = scores
+        if self._recorded is not None:
+            result = torch.return_types.topk(recorded(self._recorded, scores, chosen))
+        self.chosen = result[1]
+        return result
+
+
+def recorded(experts: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (scores, experts), each [t, K]: the recorded experts or, where none are recorded, the router's choice.
+
+    scores: [t, experts], of all experts. chosen: [t, K], the router's choice.
+    """
+    experts = torch.where(experts == NO_EXPERT, chosen, experts)
+    return scores.gather(-1, experts), experts
+
+
+def check_layers(experts: torch.Tensor | None, layers: int) -> None:
+    """Raise ValueError if the experts that an engine recorded, [t, E, K], are of another number of layers."""
+    if experts is not None and experts.size(1) != layers:
+        raise ValueError(f"the engine recorded the experts of {experts.size(1)} layers; the policy has {layers} with experts")
