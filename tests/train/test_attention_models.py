@@ -26,6 +26,16 @@ def test_a_model_equals_eager(name, tmp_path):
     ranks.check_against_eager(ranks.backend(cases.policy(tmp_path / name)), Layout(1, 1), tmp_path / name, 3e-6)
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "gpt_oss" else pytest.mark.full) for name in attention_models.configs()]
+)
+def test_selective_recomputation(name, tmp_path):
+    """gpt-oss adds the biases of its experts to their products in place."""
+    attention_models.write(tmp_path, [name])
+    trained = ranks.backend(cases.policy(tmp_path / name), activation_checkpointing=True, recompute_granularity="selective")
+    ranks.check_against_eager(trained, Layout(1, 1), tmp_path / name, 3e-6)
+
+
 def over_ranks(names, layout: Layout, folder) -> None:
     for name in names:
         ranks.check_against_eager(ranks.backend(cases.policy(folder / name), layout), layout, folder / name, 3e-6)
