@@ -150,7 +150,9 @@ def freeze_stage(
     """
     trained = {name: parameter.sources for name, parameter in parameters.items() if not name.endswith("expert_bias")}
     tensors = [
-        (tensor.tensor, trained[name]) for name, tensor in local.items() if isinstance(tensor.tensor, torch.nn.Parameter)
+        (tensor.tensor, trained[name])
+        for name, tensor in local.items()
+        if name in trained and isinstance(tensor.tensor, torch.nn.Parameter)
     ]
     freeze(policy.freeze_parameters, tensors, grouped(trained))
     megatron = policy.megatron_cfg
