@@ -454,10 +454,6 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
         message = f"got a '{family}' model{reason}; the Megatron backend supports only {', '.join(models.FAMILIES)}"
         yield Problem(key, "unsupported", f"{message}. {TRY_FSDP}, which supports more models")
         return
-    if "text_config" in model:  # whose own model_type is another one, which ranks do not find in FAMILIES
-        message = f"got a multimodal checkpoint, whose language model is '{family}'; the Megatron backend supports only"
-        yield Problem(key, "unsupported", f"{message} checkpoints of a language model alone. {TRY_FSDP}, which trains its text")
-        return
     if not described:
         for name, only in PLAIN.items():
             if (configured := model.get(name, only)) != only and not (name == "attention_bias" and family in BIASED):

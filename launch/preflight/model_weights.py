@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from launch.preflight import architecture
@@ -125,30 +126,40 @@ def _check_weights(
         if os.path.lexists(folder / "adapter_config.json"):
             notes.append(f"{key}: {folder} has adapters besides the model (adapter_config.json), which are not read")
         if model_json is not None and checks_tensors:
-            yield from tensor_problems(key, folder, model_json, weight_files.tensors, head)
+            yield from tensor_problems(key, folder, model_json, weight_files.tensors, head, policy.hf_config_overrides)
 
 
 def tensor_problems(
-    key: str, folder: Path, model: Mapping[str, Any], stored: Mapping[str, TensorEntry], head: Head
+    key: str,
+    folder: Path,
+    model: Mapping[str, Any],
+    stored: Mapping[str, TensorEntry],
+    head: Head,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Problem]:
     """Return the differences between the stored tensors and those of the model in config.json. Imports torch and transformers.
 
-    Leaves out models in quantizations that ranks do not read, multimodal models and other families; the job checks these first.
+    overrides: the recipe's, of config.json, which `model` has. Leaves out models in quantizations that ranks do not read and
+    other families; the job checks these first.
     """
-    if model.get("model_type") not in CHECKED or "text_config" in model:
+    if model.get("model_type") not in CHECKED:
         return []
     if quantization := model.get("quantization_config"):
         if not format_name(quantization):
             return []
         stored = unpacked(stored)
-    from pipeline.models import checkpoint_fit, hugging_face  # import torch and transformers
+    from pipeline.models import checkpoint_fit, hugging_face, stored_tensors  # import torch and transformers
 
     of_head = "logprobs" if head == "logprobs" else "values"
     body = head == "values" and checkpoint_fit.is_body(stored, head)
     try:
-        of = hugging_face.config_of(model if head == "logprobs" else {**model, "num_labels": 1})
+        if "text_config" in model:  # whose keys in `model` are those of its language model
+            of = hugging_face.model_config(PolicyConfig(str(folder), hf_config_overrides=dict(overrides)), of_head)
+        else:
+            of = hugging_face.config_of(model if head == "logprobs" else {**model, "num_labels": 1})
+        found = stored_tensors.StoredTensors.of(hugging_face.meta_model(of, "logprobs" if body else of_head), stored).entries
         fit = checkpoint_fit.problems(
-            key, str(folder), stored, of, of_head, body, lambda *names: _look_equal(*(stored[name] for name in names))
+            key, str(folder), found, of, of_head, body, lambda *names: _look_equal(*(found[name] for name in names))
         )
         return [*fit]
     except RecipeError as error:

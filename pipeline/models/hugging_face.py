@@ -24,7 +24,8 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
 )
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -228,7 +229,16 @@ def checkpoint_shapes(config: PreTrainedConfig, head: Head = "logprobs") -> tupl
 
 
 def on_disk(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert a state dict of `model` to the names and shapes of its checkpoint."""
+    """Convert a state dict of `model` to the names and shapes of its checkpoint.
+
+    The parts of a multimodal model have the prefixes of published checkpoints (`vision_tower.vision_model.`), which vLLM needs.
+    Of a model without a file, transformers would leave these prefixes out.
+    """
+    if getattr(model, "_weight_conversions", None) is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        prefixes = [conversion for conversion in conversions if isinstance(conversion, PrefixChange)]
+        if nested := [conversion for conversion in prefixes if conversion.scope_prefix]:
+            model._weight_conversions = [c for c in conversions if c not in prefixes or c in nested]
     return revert_weight_conversion(model, state)
 
 

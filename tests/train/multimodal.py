@@ -1,4 +1,4 @@
-"""Tiny multimodal checkpoints as their authors publish them, each beside a checkpoint of its language model alone."""
+"""Tiny multimodal checkpoints, each beside a checkpoint of its language model alone."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def config(text: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def write(text: Path, both: Path) -> dict[str, torch.Tensor]:
-    """Write a multimodal checkpoint to `both`, with the language model of `text`, and return it as transformers saves it.
+    """Write a multimodal checkpoint to `both`, with the language model of `text`, and return it under the names of exports.
 
-    It is published with earlier names of Gemma's vision, and with the experts of a layer in one tensor and a layer for
-    multi-token prediction, as Qwen's.
+    Qwen's has the experts of a layer in one tensor and a layer for multi-token prediction, as published. Gemma's is as
+    transformers saves a new model, without a prefix of the tensors for pictures that is in published checkpoints.
     """
     model = AutoModelForCausalLM.from_pretrained(text)
     torch.manual_seed(4)
@@ -54,12 +54,10 @@ def write(text: Path, both: Path) -> dict[str, torch.Tensor]:
     whole.lm_head.load_state_dict(model.lm_head.state_dict())
     whole.save_pretrained(both)
     saved = load_file(both / "model.safetensors")
-    published = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in saved.items()}
     if "moe" in of.model_type:
-        published = {**whole.state_dict(), "mtp.norm.weight": torch.ones(3)}
-    if of.model_type in ("gemma3", "qwen3_5_moe"):
-        assert published.keys() - saved.keys()
-        save_file(published, both / "model.safetensors", {"format": "pt"})
+        save_file({**whole.state_dict(), "mtp.norm.weight": torch.ones(3)}, both / "model.safetensors", {"format": "pt"})
+    if of.model_type == "gemma3":
+        return {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in saved.items()}
     return saved
 
 
