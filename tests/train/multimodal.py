@@ -63,7 +63,7 @@ def write(text: Path, both: Path) -> dict[str, torch.Tensor]:
 
 def of_pictures(names: Iterable[str]) -> set[str]:
     """Return the names of the tensors that text does not use."""
-    return {name for name in names if "vision" in name or "projector" in name or "visual" in name}
+    return {name for name in names if any(part in name for part in ("vision", "visual", "projector", "audio"))}
 
 
 def in_text(name: str) -> str:
