@@ -32,7 +32,7 @@ from pipeline.config import (
     problems_of,
     uses_megatron,
 )
-from pipeline.models import frozen_names, rope
+from pipeline.models import config_values, frozen_names, rope
 from pipeline.models.backend_support import (
     check_attention,
     check_fsdp,
@@ -159,7 +159,7 @@ def adapter_problems(lora_cfg: LoRAConfig, model: Mapping[str, Any], served: boo
     from pipeline.models import hugging_face  # imports torch and transformers, which submission may lack
     from pipeline.train import lora
 
-    hf = hugging_face.meta_model(hugging_face.config_of(model))
+    hf = hugging_face.meta_model(hugging_face.config_of(model, whole=True))
     try:
         adapters = lora.inject(hf, lora_cfg, hugging_face.layout(hf))
     except RecipeError as error:
@@ -210,7 +210,7 @@ def _check_shared_heads(policy: PolicyConfig, model: dict[str, Any]) -> None:
         from pipeline.models import hugging_face  # imports torch and transformers, which submission may lack
         from pipeline.train import tensor_parallel
 
-        hf = hugging_face.meta_model(hugging_face.config_of(model))
+        hf = hugging_face.meta_model(hugging_face.config_of(model, whole=True))
         tensor_parallel.shared_heads(hf, tensor_parallel.expand(hf), size, policy.dtensor_cfg.sequence_parallel)
 
 
@@ -460,6 +460,11 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
                 message = f"got a {family} model with {name}={configured}; the Megatron backend supports only {only}"
                 yield Problem(key, "unsupported", message)
         return
+    if config_values.MULTIMODAL in model:
+        from pipeline.models import hugging_face  # imports torch and transformers
+        from pipeline.models.text_model import TextModel
+
+        yield from problems_of(lambda: TextModel(hugging_face.config_of(model, whole=True)).others)
     shape = ModelShape.of(model, key)
     yield from _check_stages(policy, shape)
     for name, width in (("MLP", shape.dense_width), ("shared experts", shape.shared_width)):
@@ -492,12 +497,12 @@ def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
 def _check_adapters(policy: PolicyConfig, model: dict[str, Any], served: bool) -> Iterator[Problem]:
     """Check the names of the modules that get adapters as the backend does, and that engines can apply them if `served`."""
     from pipeline.models import hugging_face  # imports torch and transformers
+    from pipeline.models.text_model import TextModel
 
     megatron = policy.megatron_cfg
     if not megatron.peft.enabled:
         return
-    of = hugging_face.config_of(model)
-    chosen = modules.choose(megatron.peft, models.family(of.model_type).parameters(of))
+    chosen = modules.choose(megatron.peft, TextModel(hugging_face.config_of(model, whole=True)).parameters)
     if megatron.moe_grouped_gemm and any(module.weight.expert is not None for module in chosen):
         message = "got true, which computes all experts in one kernel; expected null or false, since experts have adapters"
         yield Problem(f"{MEGATRON}.moe_grouped_gemm", "contradiction", message)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from launch.preflight import architecture
@@ -126,21 +125,15 @@ def _check_weights(
         if os.path.lexists(folder / "adapter_config.json"):
             notes.append(f"{key}: {folder} has adapters besides the model (adapter_config.json), which are not read")
         if model_json is not None and checks_tensors:
-            yield from tensor_problems(key, folder, model_json, weight_files.tensors, head, policy.hf_config_overrides)
+            yield from tensor_problems(key, folder, model_json, weight_files.tensors, head)
 
 
 def tensor_problems(
-    key: str,
-    folder: Path,
-    model: Mapping[str, Any],
-    stored: Mapping[str, TensorEntry],
-    head: Head,
-    overrides: Mapping[str, Any] = MappingProxyType({}),
+    key: str, folder: Path, model: Mapping[str, Any], stored: Mapping[str, TensorEntry], head: Head
 ) -> list[Problem]:
     """Return the differences between the stored tensors and those of the model in config.json. Imports torch and transformers.
 
-    overrides: the recipe's, of config.json, which `model` has. Leaves out models in quantizations that ranks do not read and
-    other families; the job checks these first.
+    Leaves out models in quantizations that ranks do not read and other families; the job checks these first.
     """
     if model.get("model_type") not in CHECKED:
         return []
@@ -153,10 +146,9 @@ def tensor_problems(
     of_head = "logprobs" if head == "logprobs" else "values"
     body = head == "values" and checkpoint_fit.is_body(stored, head)
     try:
-        if "text_config" in model:  # whose keys in `model` are those of its language model
-            of = hugging_face.model_config(PolicyConfig(str(folder), hf_config_overrides=dict(overrides)), of_head)
-        else:
-            of = hugging_face.config_of(model if head == "logprobs" else {**model, "num_labels": 1})
+        of = hugging_face.config_of(model, whole=True)
+        if of_head == "values":
+            hugging_face.give_one_label(of, str(folder))
         found = stored_tensors.StoredTensors.of(hugging_face.meta_model(of, "logprobs" if body else of_head), stored).entries
         fit = checkpoint_fit.problems(
             key, str(folder), found, of, of_head, body, lambda *names: _look_equal(*(found[name] for name in names))

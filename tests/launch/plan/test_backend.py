@@ -412,7 +412,6 @@ TP, PP, EP, ETP = (
         (model("qwen3_5_text", linear_num_key_heads=2), sizes(tp=4), TP, "not-divisible"),
         (model("qwen3_5_text", linear_num_value_heads=12), sizes(cp=8), f"{KEY}.context_parallel_size", "not-divisible"),
         (model("qwen3_moe"), sizes(tp=2), f"{KEY}.sequence_parallel", "unsupported"),
-        (model("qwen3_5_text", text_config={"model_type": "qwen3_5_text"}), [], MODEL, "unsupported"),  # multimodal
         (model("glm_moe_dsa", index_topk=16), [], MODEL, "unsupported"),
         (model("glm_moe_dsa", index_topk_freq=2), [], MODEL, "unsupported"),
         (model("nemotron_h", tie_word_embeddings=True), [], MODEL, "unsupported"),
@@ -446,10 +445,11 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_by_key(load, described,
         model("glm4"),
         model("glm4_moe", use_qk_norm=True),
         model("minimax_m2"),
+        {"model_type": "qwen3_5", "text_config": model("qwen3_5_text")},
     ],
     ids=lambda described: described["model_type"],
 )
-def test_windows_sinks_and_partial_rope_are_accepted(load, described):
+def test_windows_sinks_partial_rope_and_multimodal_checkpoints_are_accepted(load, described):
     check(backend_choice.choose(load(described, f"{KEY}.enabled=true"))[0])
 
 

@@ -9,7 +9,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from launch.preflight import model_weights
+from launch.recipes.model_files import model_config
 from pipeline.config import TokenizerConfig
+from pipeline.models.frozen_names import known_groups
+from pipeline.models.weight_files import read_weight_files
 from pipeline.train.hf_export import export, export_checkpoint
 from tests.end_to_end.runs import ROOT
 from tests.train import cases, multimodal, ranks
@@ -29,6 +33,7 @@ def folder(models, tmp_path_factory) -> Path:
         saved = multimodal.write(models / family, made / family)
         save_file(saved, made / family / "saved.st")
         (made / family / "text").symlink_to(models / family)
+        (made / family / "preprocessor_config.json").write_text(f'{{"of": "{family}"}}')
     return made
 
 
@@ -84,7 +89,25 @@ def test_exports_are_whole_multimodal_checkpoints(folder, layout, tmp_path):
     policy = cases.policy(folder / EXPORTED, tokenizer=tokenizer)
     export_checkpoint(folder / layout.name / "checkpoint", policy, tmp_path / "hf")
     for exported in (tmp_path / "hf", folder / layout.name / "hf"):
+        assert "gemma3_text" in (exported / "preprocessor_config.json").read_text()
         files = load_file(exported / "model.safetensors")
         assert files.keys() == expected.keys() and all(torch.equal(files[name], expected[name]) for name in expected)
         _, loaded = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)  # pyright: ignore
         assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_submission_knows_the_tensors_of_the_checkpoint(folder, family):
+    """It accepts its tensors, and refuses one that is missing. Both backends train and freeze tensors of the same names."""
+    saved, stored = load_file(folder / family / "saved.st"), read_weight_files(folder / family).tensors
+    planned = model_config(cases.policy(folder / family))
+    assert model_weights.tensor_problems("k", folder / family, planned, stored, "logprobs") == []
+    without = {name: entry for name, entry in stored.items() if not name.endswith("embed_tokens.weight")}
+    assert (
+        len(model_weights.tensor_problems("k", folder / family, planned, without, "logprobs"))
+        == 1
+        == len(stored) - len(without)
+    )
+    for megatron in (True, False):
+        groups = known_groups(planned, megatron, values=False)
+        assert {name for names in groups.values() for name in names} == saved.keys() - multimodal.of_pictures(saved)
