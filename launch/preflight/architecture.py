@@ -450,8 +450,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
     """
     family = str(model.get("model_type"))
     if family not in models.FAMILIES:
-        reason = f", {models.NOT_ON_MEGATRON[family]}" if family in models.NOT_ON_MEGATRON else ""
-        message = f"got a '{family}' model{reason}; the Megatron backend supports only {', '.join(models.FAMILIES)}"
+        message = f"got a '{family}' model; the Megatron backend supports only {', '.join(models.FAMILIES)}"
         yield Problem(key, "unsupported", f"{message}. {TRY_FSDP}, which supports more models")
         return
     if not described:
@@ -467,6 +466,10 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
         yield from problems_of(lambda: TextModel(hugging_face.config_of(model, whole=True)).others)
     shape = ModelShape.of(model, key)
     yield from _check_stages(policy, shape)
+    if family == "gemma4_text":
+        size = policy.megatron_cfg.tensor_model_parallel_size
+        for heads in _kv_heads(model):
+            yield from _indivisible(f"{MEGATRON}.tensor_model_parallel_size", size, heads, "a layer's key-value heads,")
     for name, width in (("MLP", shape.dense_width), ("shared experts", shape.shared_width)):
         size = policy.megatron_cfg.tensor_model_parallel_size
         yield from _indivisible(

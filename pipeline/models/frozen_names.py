@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipeline.models.family import CONSTANTS
 from pipeline.recipe.problems import Problem, refuse
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def known_groups(config: Mapping[str, Any], megatron: bool, values: bool) -> dic
     of = hugging_face.config_of(config, whole=True)
     if megatron:
         parameters = TextModel(of, "values" if values else "logprobs").parameters
-        return grouped({name: p.sources for name, p in parameters.items() if not name.endswith("expert_bias")})
+        return grouped({name: p.sources for name, p in parameters.items() if not name.endswith(CONSTANTS)})
     if values:
         of.num_labels = 1
     model = hugging_face.meta_model(of, "values" if values else "logprobs")

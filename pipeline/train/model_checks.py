@@ -34,7 +34,7 @@ def check_model(hf: PreTrainedModel, role: ModelRole) -> HeadFunction:
         raise unsupported_model(f"{name} does not declare its layers (_no_split_modules)")
     check_mixers(hf)
     head = "lm_head" if role.head == "logprobs" else "score"
-    function = _head_function(hf.config.get_text_config()) if head == "lm_head" else LINEAR
+    function = head_function(hf.config.get_text_config()) if head == "lm_head" else LINEAR
     try:
         supported = _head_is(function, hf, head)
     except Exception as error:
@@ -44,7 +44,7 @@ def check_model(hf: PreTrainedModel, role: ModelRole) -> HeadFunction:
     return function
 
 
-def _head_function(config: PreTrainedConfig) -> HeadFunction:
+def head_function(config: PreTrainedConfig) -> HeadFunction:
     """Return the head's function according to the configuration, which `_head_is` verifies."""
 
     def of(names: Iterable[str]) -> float | None:

@@ -37,6 +37,7 @@ from pipeline.train.adapters.modules import options
 from pipeline.train.context_parallel import LocalBatch, localize
 from pipeline.train.heads import OutputHead
 from pipeline.train.initial_weights import ReadBox, initial_weights
+from pipeline.train.logprobs import LINEAR
 from pipeline.train.megatron import adapted_stage
 from pipeline.train.megatron.distributed_optimizer import ScheduledOptimizer
 from pipeline.train.megatron.gradient_norm import GradientNorm, set_flags
@@ -48,6 +49,7 @@ from pipeline.train.megatron.other_modalities import hold
 from pipeline.train.megatron.replayed_routers import ReplayedRouters
 from pipeline.train.megatron.saved_state import SavedState, boxes, layout_of
 from pipeline.train.megatron.served_weights import ServedWeights
+from pipeline.train.model_checks import head_function
 from pipeline.train.offload import HostWeights, Offload
 from pipeline.train.outputs import broadcast_outputs, broadcast_record, reduce_outputs
 from pipeline.train.sequence_bounds import check_batches
@@ -85,7 +87,7 @@ class MegatronBackend(TrainBackend):
         self._vocabulary = hf.vocab_size
         replays = policy.router_replay.enabled and role.trained and role.head == "logprobs"
         self._replay = ReplayedRouters(self._stage, family) if replays else None
-        self._head = OutputHead.of(policy, role)
+        self._head = OutputHead.of(policy, role, head_function(hf) if role.head == "logprobs" else LINEAR)
         self._training: tuple[DistributedDataParallel, ScheduledOptimizer] | None = None
         if role.trained:
             adapted_stage.freeze_stage(self._stage, policy, self._base, family)

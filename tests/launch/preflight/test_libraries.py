@@ -235,7 +235,7 @@ def test_the_check_refuses_the_engines_own_arguments():
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             given.add(node.slice.value)
     memory = {"kv_cache_memory_bytes", "enable_chunked_prefill", "max_num_batched_tokens"}
-    may_be_changed = memory | {"attention_backend", "speculative_config"}
+    may_be_changed = memory | {"attention_backend", "speculative_config", "language_model_only"}
     assert given - may_be_changed <= {*libraries.SET_BY_KEYS, *libraries.FIXED}
     assert may_be_changed <= given
 
