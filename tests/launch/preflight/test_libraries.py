@@ -202,6 +202,7 @@ GPU = ("cluster.train.gpus_per_node=1", "policy.dtensor_cfg.enabled=true")
         (("policy.dtensor_cfg.use_liger_kernel=true", *GPU), "liger_kernel", "train"),
         (("policy.dtensor_cfg.flash_attention=3", *GPU), "flash_attn_interface", "train"),
         (("env.it={kind: ifeval}",), "langdetect", "generate"),
+        (("policy.model_name=Qwen/Qwen3.5-9B", "policy.generation.backend=vllm"), "torchvision", "generate"),
         (("env.it={kind: verifiers, kwargs: {taskset: x}}",), "verifiers", "generate"),
     ],
 )
