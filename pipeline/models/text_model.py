@@ -29,16 +29,6 @@ OTHERS = "other_modalities"
 """The prefix of the Megatron names of tensors for pictures and sound, which have numbers."""
 
 
-def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of a checkpoint's language model, with an output layer that is tied as in the checkpoint."""
-    text = config.get_text_config()
-    if text is config:
-        return config
-    text = copy.deepcopy(text)
-    text.tie_word_embeddings = config.tie_word_embeddings
-    return text
-
-
 @dataclass(frozen=True)
 class TextModel:
     """The language model of a checkpoint."""
@@ -48,8 +38,12 @@ class TextModel:
 
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
-        """The configuration of the language model."""
-        return text_config(self.whole)
+        """The configuration of the language model, with an output layer that is tied as in the checkpoint."""
+        text = self.whole.get_text_config()
+        if text is not self.whole:
+            text = copy.deepcopy(text)
+            text.tie_word_embeddings = self.whole.tie_word_embeddings
+        return text
 
     @functools.cached_property
     def shapes(self) -> dict[str, Shape]:
