@@ -222,8 +222,6 @@ def _by_size(recipe: Recipe, pending: Sequence[os.PathLike]) -> BackendChoice:
     for section, model in configs.items():
         if (family := model.get("model_type")) not in FAMILIES:
             return BackendChoice("dtensor", f"the Megatron backend has no '{family}' models")
-        if "text_config" in model:
-            return BackendChoice("dtensor", "the Megatron backend has no multimodal checkpoints")
         shapes[section] = ModelShape.of(model, f"{section}.model_name")
     train_models = models(recipe, shapes)
     count, memory_gb = ranks(train), hardware.memory_gb(train)

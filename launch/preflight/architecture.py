@@ -32,7 +32,7 @@ from pipeline.config import (
     problems_of,
     uses_megatron,
 )
-from pipeline.models import frozen_names, rope
+from pipeline.models import config_values, frozen_names, rope
 from pipeline.models.backend_support import (
     check_attention,
     check_fsdp,
@@ -166,7 +166,7 @@ def adapter_problems(lora_cfg: LoRAConfig, model: Mapping[str, Any], served: boo
     from pipeline.models import hugging_face  # imports torch and transformers, which submission may lack
     from pipeline.train import lora
 
-    hf = hugging_face.meta_model(hugging_face.config_of(model))
+    hf = hugging_face.meta_model(hugging_face.config_of(model, whole=True))
     try:
         adapters = lora.inject(hf, lora_cfg, hugging_face.layout(hf))
     except RecipeError as error:
@@ -217,7 +217,7 @@ def _check_shared_heads(policy: PolicyConfig, model: dict[str, Any]) -> None:
         from pipeline.models import hugging_face  # imports torch and transformers, which submission may lack
         from pipeline.train import tensor_parallel
 
-        hf = hugging_face.meta_model(hugging_face.config_of(model))
+        hf = hugging_face.meta_model(hugging_face.config_of(model, whole=True))
         tensor_parallel.shared_heads(hf, tensor_parallel.expand(hf), size, policy.dtensor_cfg.sequence_parallel)
 
 
@@ -457,13 +457,8 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
     """
     family = str(model.get("model_type"))
     if family not in models.FAMILIES:
-        reason = f", {models.NOT_ON_MEGATRON[family]}" if family in models.NOT_ON_MEGATRON else ""
-        message = f"got a '{family}' model{reason}; the Megatron backend supports only {', '.join(models.FAMILIES)}"
+        message = f"got a '{family}' model; the Megatron backend supports only {', '.join(models.FAMILIES)}"
         yield Problem(key, "unsupported", f"{message}. {TRY_FSDP}, which supports more models")
-        return
-    if "text_config" in model:  # whose own model_type is another one, which ranks do not find in FAMILIES
-        message = f"got a multimodal checkpoint, whose language model is '{family}'; the Megatron backend supports only"
-        yield Problem(key, "unsupported", f"{message} checkpoints of a language model alone. {TRY_FSDP}, which trains its text")
         return
     if not described:
         for name, only in PLAIN.items():
@@ -471,8 +466,17 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
                 message = f"got a {family} model with {name}={configured}; the Megatron backend supports only {only}"
                 yield Problem(key, "unsupported", message)
         return
+    if config_values.MULTIMODAL in model:
+        from pipeline.models import hugging_face  # imports torch and transformers
+        from pipeline.models.text_model import TextModel
+
+        yield from problems_of(lambda: TextModel(hugging_face.config_of(model, whole=True)).others)
     shape = ModelShape.of(model, key)
     yield from _check_stages(policy, shape)
+    if family == "gemma4_text":
+        size = policy.megatron_cfg.tensor_model_parallel_size
+        for heads in _kv_heads(model):
+            yield from _indivisible(f"{MEGATRON}.tensor_model_parallel_size", size, heads, "a layer's key-value heads,")
     for name, width in (("MLP", shape.dense_width), ("shared experts", shape.shared_width)):
         size = policy.megatron_cfg.tensor_model_parallel_size
         yield from _indivisible(
@@ -503,12 +507,12 @@ def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
 def _check_adapters(policy: PolicyConfig, model: dict[str, Any], served: bool) -> Iterator[Problem]:
     """Check the names of the modules that get adapters as the backend does, and that engines can apply them if `served`."""
     from pipeline.models import hugging_face  # imports torch and transformers
+    from pipeline.models.text_model import TextModel
 
     megatron = policy.megatron_cfg
     if not megatron.peft.enabled:
         return
-    of = hugging_face.config_of(model)
-    chosen = modules.choose(megatron.peft, models.family(of.model_type).parameters(of))
+    chosen = modules.choose(megatron.peft, TextModel(hugging_face.config_of(model, whole=True)).parameters)
     if megatron.moe_grouped_gemm and any(module.weight.expert is not None for module in chosen):
         message = "got true, which computes all experts in one kernel; expected null or false, since experts have adapters"
         yield Problem(f"{MEGATRON}.moe_grouped_gemm", "contradiction", message)

@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from launch.executors.containers import runtime
+from launch.recipes.model_files import planning_config
 from pipeline import config
 from pipeline.algorithms.evaluate import HARNESS_KINDS
 from pipeline.config import (
@@ -17,6 +18,7 @@ from pipeline.config import (
     ComponentConfig,
     Problem,
     Recipe,
+    collected,
     generates,
     read_kwargs,
     serves_rewards,
@@ -27,6 +29,7 @@ from pipeline.config.environments import AnswerScorer, kind_class, scorers
 from pipeline.config.schema import TRACKERS
 from pipeline.environments.python_tool import SandboxArguments
 from pipeline.environments.tools import TOOLS, ToolsArguments, read_tool_kwargs, read_tools
+from pipeline.models.config_values import MULTIMODAL
 from pipeline.node import c_compiler
 from pipeline.sandbox import sandbox
 from pipeline.sandbox.limits import SandboxError
@@ -51,6 +54,9 @@ def _needs(recipe: Recipe) -> Iterator[tuple[str, str, str, tuple[ComponentConfi
         message = "got true, but cryptography is not installed. Try pip install '.[encryption]'"
         writer = recipe.cluster.train if trains(recipe) else recipe.cluster.generate
         yield "checkpointing.encryption.enabled", "cryptography", message, (writer,)
+    if generates(recipe) and recipe.policy.generation.backend == "vllm" and _is_multimodal(recipe):
+        message = f"got {recipe.policy.model_name}, for whose class vLLM imports torchvision, which is not installed"
+        yield "policy.model_name", "torchvision", f"{message}. Try pip install torchvision", (recipe.cluster.generate,)
     for name, environment in recipe.env.items():
         for scorer in scorers(name, environment):
             if scorer.kind in KINDS and (package := kind_class(scorer.kind).package):
@@ -70,6 +76,14 @@ def _needs(recipe: Recipe) -> Iterator[tuple[str, str, str, tuple[ComponentConfi
     if dtensor.flash_attention == 3 and not uses_megatron(recipe.policy):
         message = "got 3, but flash_attn_interface, FlashAttention-3's package, is not installed. Try 2"
         yield f"{key}.flash_attention", "flash_attn_interface", message, trainers
+
+
+def _is_multimodal(recipe: Recipe) -> bool:
+    """Return whether the policy's checkpoint is known to be multimodal. `architecture` reports faults of its config.json."""
+    model = None
+    with collected([]):
+        model = planning_config(recipe.policy)
+    return MULTIMODAL in (model or {})
 
 
 def _harness(recipe: Recipe) -> Iterator[Problem]:

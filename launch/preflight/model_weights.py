@@ -133,22 +133,25 @@ def tensor_problems(
 ) -> list[Problem]:
     """Return the differences between the stored tensors and those of the model in config.json. Imports torch and transformers.
 
-    Leaves out models in quantizations that ranks do not read, multimodal models and other families; the job checks these first.
+    Leaves out models in quantizations that ranks do not read and other families; the job checks these first.
     """
-    if model.get("model_type") not in CHECKED or "text_config" in model:
+    if model.get("model_type") not in CHECKED:
         return []
     if quantization := model.get("quantization_config"):
         if not format_name(quantization):
             return []
         stored = unpacked(stored)
-    from pipeline.models import checkpoint_fit, hugging_face  # import torch and transformers
+    from pipeline.models import checkpoint_fit, hugging_face, stored_tensors  # import torch and transformers
 
     of_head = "logprobs" if head == "logprobs" else "values"
     body = head == "values" and checkpoint_fit.is_body(stored, head)
     try:
-        of = hugging_face.config_of(model if head == "logprobs" else {**model, "num_labels": 1})
+        of = hugging_face.config_of(model, whole=True)
+        if of_head == "values":
+            hugging_face.give_one_label(of, str(folder))
+        found = stored_tensors.StoredTensors.of(hugging_face.meta_model(of, "logprobs" if body else of_head), stored).entries
         fit = checkpoint_fit.problems(
-            key, str(folder), stored, of, of_head, body, lambda *names: _look_equal(*(stored[name] for name in names))
+            key, str(folder), found, of, of_head, body, lambda *names: _look_equal(*(found[name] for name in names))
         )
         return [*fit]
     except RecipeError as error:

@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.config import PolicyConfig, Problem, RecipeError, collected, refuse
 from pipeline.models import config_values, rope
 from pipeline.models.config_overrides import overridden
-from pipeline.models.config_values import ALIASES
+from pipeline.models.config_values import ALIASES, MULTIMODAL
 from pipeline.recipe import user_files
 
 KNOWN = Path(__file__).resolve().parents[2] / "recipes/models"
@@ -50,8 +50,9 @@ def model_config(
 ) -> dict[str, Any] | None:
     """Return a model's config.json with the recipe's overrides; None if a pending run will write the model.
 
-    For a multimodal family, the keys of the language model (`text_config`) are merged in. pending: the folders of needed runs
-    that have not run yet. key: the recipe's key of the model's name. Raises RecipeError.
+    For a multimodal family, the keys of the language model (`text_config`) are merged in, and the key MULTIMODAL has the whole
+    file. pending: the folders of needed runs that have not run yet. key: the recipe's key of the model's name. Raises
+    RecipeError.
     """
     if is_inside(policy.model_name, pending):
         return None
@@ -85,8 +86,8 @@ def _language_model_config(config: dict[str, Any], policy: PolicyConfig, key: st
     overrides = f"{key.removesuffix('model_name')}hf_config_overrides"
     refuse(_type_problems(overrides, policy.hf_config_overrides, config))
     config = overridden(config, policy.hf_config_overrides, overrides)
-    text = config.get("text_config")
-    config |= text if isinstance(text, dict) else {}
+    if isinstance(text := config.get("text_config"), dict):
+        config = {**config, **text, MULTIMODAL: config.get(MULTIMODAL, config)}
     changed = [name for name in rope.SPELLINGS if name in policy.hf_config_overrides]
     refuse(config_values.problems(f"{overrides}.{changed[0]}" if changed else key, config))
     kind = config.get("model_type")

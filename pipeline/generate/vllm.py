@@ -351,6 +351,7 @@ def _arguments(
         "model": policy.model_name,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
+        "language_model_only": True,  # requests have no pictures; their encoders, if the model has some, take no memory
         "generation_config": "vllm",  # sampling parameters come with the request, not from the model's folder
         "hf_overrides": engine_overrides(policy),
         "dtype": policy.precision,

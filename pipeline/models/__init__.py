@@ -14,6 +14,7 @@ from typing import Any
 from pipeline.models import (
     deepseek,
     gemma3,
+    gemma4,
     glm4,
     glm4_moe,
     glm_moe_dsa,
@@ -49,6 +50,7 @@ _OURS: dict[str, ModuleType] = {
     "deepseek_v3": deepseek,
     "nemotron_h": nemotron_h,
     "gemma3_text": gemma3,
+    "gemma4_text": gemma4,
     "gpt_oss": gpt_oss,
     "glm4": glm4,
     "glm4_moe": glm4_moe,
@@ -63,22 +65,12 @@ FAMILIES: Registry[ModuleType] = Registry("hetstep.families", _OURS, _installed)
 """`model_type` of a config.json -> the module that describes it."""
 
 
-NOT_ON_MEGATRON = {
-    "gemma4_text": (
-        "whose layers of full attention have heads of another size and number than those with windows, norms of values, and"
-        " experts beside an MLP or keys and values of earlier layers"
-    ),
-}
-"""`model_type` of a known family -> what its models have that Megatron-Core's layers cannot express."""
-
-
 def family(model_type: str) -> ModuleType:
     """Return the module that describes models of this `model_type`. Raises RecipeError if there is none."""
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        reason = f", {NOT_ON_MEGATRON[model_type]}" if model_type in NOT_ON_MEGATRON else ""
         raise unsupported_model(
-            f"models of type '{model_type}'{reason} do not run on Megatron-Core; expected one of {known}. Try the FSDP2"
+            f"models of type '{model_type}' do not run on Megatron-Core; expected one of {known}. Try the FSDP2"
             " backend: policy.megatron_cfg.enabled=false"
         )
     return FAMILIES[model_type]

@@ -14,6 +14,8 @@ from pipeline.recipe.problems import Problem
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """A `model_type` that transformers does not know -> the `model_type` of the same model in transformers."""
+MULTIMODAL = "multimodal_config"
+"""The key of the whole config.json of a multimodal model, where its language model's keys are merged into those of the file."""
 SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("vocab_size", "max_position_embeddings", "kv_lora_rank", "v_head_dim"),

@@ -124,15 +124,14 @@ def concatenate(*projections: torch.Tensor) -> torch.Tensor:
     return torch.cat(projections)
 
 
-def query_groups(groups: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Interleave queries, keys and values by group: each group's queries, then its key, then its value.
+def query_groups(groups: int, *projections: torch.Tensor) -> torch.Tensor:
+    """Interleave queries, keys and values, if there are any, by group: each group's queries, then its key, then its value.
 
     query [heads D, ...], key and value [groups D, ...] -> [(heads + 2 groups) D, ...].
     """
     import torch  # needs torch, which submission may lack
 
-    parts = [tensor.unflatten(0, (groups, -1)) for tensor in (query, key, value)]
-    return torch.cat(parts, 1).flatten(0, 1)
+    return torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in projections], 1).flatten(0, 1)
 
 
 # ---- parameters
@@ -169,14 +168,17 @@ def norms(target: str, source: str) -> dict[str, Parameter]:
     }
 
 
-def attention(config: PreTrainedConfig, target: str, source: str, bias: bool, head_norms: bool) -> dict[str, Parameter]:
+def attention(
+    config: PreTrainedConfig, target: str, source: str, bias: bool, head_norms: bool, projections: str = "qkv"
+) -> dict[str, Parameter]:
     """Return the parameters of grouped-query attention.
 
-    bias: whether queries, keys and values have biases. head_norms: whether queries and keys have norms.
+    bias: whether queries, keys and values have biases. head_norms: whether queries and keys have norms. projections: "qk" where
+    values are the projected keys.
     """
     groups = partial(query_groups, config.num_key_value_heads)
     parameters = {
-        f"{target}.linear_qkv.{kind}": Parameter(tuple(f"{source}.{part}_proj.{kind}" for part in "qkv"), groups, "rows")
+        f"{target}.linear_qkv.{kind}": Parameter(tuple(f"{source}.{part}_proj.{kind}" for part in projections), groups, "rows")
         for kind in (["weight", "bias"] if bias else ["weight"])
     }
     if head_norms:

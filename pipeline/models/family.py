@@ -70,6 +70,19 @@ class Indexer:
     head_dim: int
 
 
+CONSTANTS = ("expert_bias", "layer_scalar")
+"""Ends of Megatron names of tensors that checkpoints have and that never train."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHeads:
+    """The heads of a layer's attention."""
+
+    head_dim: int
+    groups: int  # heads of keys
+    values: bool  # whether values have a projection; if not, they are the projected keys
+
+
 @dataclass(frozen=True, slots=True)
 class Features:
     """Features of a model for which TransformerConfig has no arguments. `pipeline/train/megatron/features.py` builds them."""
@@ -85,6 +98,9 @@ class Features:
     indexer: Indexer | None = None  # of every layer; its weights are stored, and it is not run
     layer_rotary: tuple[str, ...] | None = None  # of each layer, its key in rope_parameters, where layers have their own RoPE
     rotary: bool = True  # whether there is RoPE
+    # Of each layer, where layers differ. Values then have a norm without weights, and decoder.layers.3.layer_scalar multiplies
+    # the layer's output.
+    layer_heads: tuple[LayerHeads, ...] | None = None
     layers: tuple[Layer, ...] | None = None  # of a hybrid model; None: every layer has attention and an MLP or experts
 
 

@@ -14,8 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline import models
-from pipeline.models.tensors import tensors
+from pipeline.models.family import CONSTANTS
 from pipeline.recipe.problems import Problem, refuse
 
 if TYPE_CHECKING:
@@ -96,15 +95,15 @@ def known_groups(config: Mapping[str, Any], megatron: bool, values: bool) -> dic
     transformers. Raises RecipeError for a model that transformers or the backend does not have.
     """
     from pipeline.models import hugging_face  # imports torch and transformers, which submission may lack
+    from pipeline.models.text_model import TextModel
 
-    of = hugging_face.config_of(config)
+    of = hugging_face.config_of(config, whole=True)
     if megatron:
-        buffers = {tensor.name for tensor in tensors(config) if tensor.part == "buffer"}
-        parameters = models.family(of.model_type).parameters(of, "values" if values else "logprobs")
-        return grouped({name: p.sources for name, p in parameters.items() if not buffers.intersection(p.sources)})
+        parameters = TextModel(of, "values" if values else "logprobs").parameters
+        return grouped({name: p.sources for name, p in parameters.items() if not name.endswith(CONSTANTS)})
     if values:
         of.num_labels = 1
     model = hugging_face.meta_model(of, "values" if values else "logprobs")
-    trained = {name for name, _ in model.named_parameters()}
+    trained = {name for name, _ in model.named_parameters()}.difference(hugging_face.other_modalities(model))
     pieces = hugging_face.layout(model)
     return {name: [piece.name for piece in of_name] for name, of_name in pieces.items() if name in trained}

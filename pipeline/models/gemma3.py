@@ -2,8 +2,6 @@
 
 Most layers have a sliding window and their own RoPE base. Norms multiply by 1 + weight, stand before and after attention and
 MLP, and norm queries and keys too. Embeddings are scaled, and the MLP is gated with tanh-approximated GELU.
-
-Not supported: the images of the multimodal models.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
 )
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -35,7 +36,7 @@ from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models import rope
 from pipeline.models.config_overrides import overridden
-from pipeline.models.config_values import ALIASES
+from pipeline.models.config_values import ALIASES, MULTIMODAL
 from pipeline.models.family import SCORE, unsupported_model
 from pipeline.models.quantized import format_name
 from pipeline.models.recorded_layout import Shape, invert, record_all
@@ -54,7 +55,7 @@ def model_config(policy: PolicyConfig, head: Head = "logprobs") -> PreTrainedCon
     """
     config = _overridden(_file_config(policy), policy)
     if head == "values":
-        _give_one_label(config, policy.model_name)
+        give_one_label(config, policy.model_name)
     return config
 
 
@@ -96,20 +97,24 @@ def _file_config(policy: PolicyConfig) -> PreTrainedConfig:
     return _trained(found)
 
 
-OTHER_PARTS = ("text_config", "vision_config", "audio_config", "quantization_config")
+OTHER_PARTS = ("text_config", "vision_config", "audio_config", "quantization_config", MULTIMODAL)
 """Keys of config.json that do not describe the language model, or that are merged into its keys."""
 
 
-def config_of(values: Mapping[str, Any]) -> PreTrainedConfig:
+def config_of(values: Mapping[str, Any], whole: bool = False) -> PreTrainedConfig:
     """Return transformers' configuration of a config.json. Of a multimodal model, `values` has the keys of its language model.
 
-    Raises RecipeError for a family that transformers does not have, and for values that its configuration refuses.
+    whole: return the configuration of all parts of a multimodal model, not of its language model. Raises RecipeError for a
+    family that transformers does not have, and for values that its configuration refuses.
     """
+    left_out = OTHER_PARTS
+    if whole and MULTIMODAL in values:
+        values, left_out = values[MULTIMODAL], ("quantization_config",)
     kind = str(values.get("model_type"))
     kind = ALIASES.get(kind, kind)
     if kind not in CONFIG_MAPPING:
         raise unsupported_model(f"transformers {transformers.__version__} has no models of type '{kind}'")
-    plain = {name: value for name, value in values.items() if name not in OTHER_PARTS}
+    plain = {name: value for name, value in values.items() if name not in left_out}
     try:
         of = CONFIG_MAPPING[kind]
         return _trained(of.from_dict(of._decode_special_floats(plain)))  # as transformers reads the file
@@ -168,7 +173,8 @@ def _has(config: PreTrainedConfig, name: str) -> bool:
     )
 
 
-def _give_one_label(config: PreTrainedConfig, model_name: str) -> None:
+def give_one_label(config: PreTrainedConfig, model_name: str) -> None:
+    """Make the configuration that of a sequence classifier with one label. Raises RecipeError as `model_config` does."""
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise unsupported_model(
             f"{model_name} cannot have a value head: transformers has no sequence classifier for {config.model_type}"
@@ -228,7 +234,17 @@ def checkpoint_shapes(config: PreTrainedConfig, head: Head = "logprobs") -> tupl
 
 
 def on_disk(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert a state dict of `model` to the names and shapes of its checkpoint."""
+    """Convert a state dict of `model` to the names and shapes of its checkpoint.
+
+    The parts of a multimodal model have the prefixes of published checkpoints (`vision_tower.vision_model.`), which vLLM needs.
+    Of a model without a file, transformers would leave these prefixes out.
+    """
+    if getattr(model, "_weight_conversions", None) is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        prefixes = [conversion for conversion in conversions if isinstance(conversion, PrefixChange)]
+        if nested := [conversion for conversion in prefixes if conversion.scope_prefix]:
+            kept: Any = [conversion for conversion in conversions if conversion not in prefixes or conversion in nested]
+            model._weight_conversions = kept  # where transformers keeps those of a file
     return revert_weight_conversion(model, state)
 
 

@@ -4,7 +4,7 @@ Norms multiply by 1 + weight; attention also has norms of queries and keys. RoPE
 each attention head has a gate, whose rows follow those of the head's query in the projection. The router's softmax weighs the
 routed experts, and a separate gate the shared expert.
 
-Not supported: the images of the multimodal models, and the layer for multi-token prediction, which transformers does not load.
+Not supported: the layer for multi-token prediction, which transformers does not load.
 """
 
 from __future__ import annotations

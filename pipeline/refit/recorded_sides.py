@@ -19,6 +19,7 @@ from pipeline.boxes import Piece, Region, whole
 from pipeline.config import PolicyConfig, Recipe, engine_ranks, ranks, uses_megatron
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape, restrict
+from pipeline.models.text_model import TextModel
 from pipeline.refit.tables import LayoutTable, layout_table
 from pipeline.train.train_backend import ModelRole
 
@@ -156,15 +157,16 @@ def _stage_pieces(policy: PolicyConfig, shapes: Shapes) -> list[Piece]:
     """Return the pieces of tensors on disk that this Megatron-Core rank holds."""
     from torch._subclasses import FakeTensorMode
 
-    from pipeline import models
     from pipeline.train.megatron.local_tensors import local_tensors
     from pipeline.train.megatron.model import build
+    from pipeline.train.megatron.other_modalities import hold
 
-    config = model_config(policy)
-    family = models.family(config.model_type).parameters(config)
+    model = TextModel(model_config(policy))
     with FakeTensorMode(allow_non_fake_inputs=True):  # the rotary embeddings are computed, which the meta device cannot
-        stage = build(policy, config)
-    return [piece for tensor in local_tensors(stage, family, shapes).values() for piece in tensor.hugging_face]
+        stage = build(policy, model.config)
+        hold(stage, model.others, shapes)
+    tensors = local_tensors(stage, model.parameters | model.others, shapes)
+    return [piece for tensor in tensors.values() for piece in tensor.hugging_face]
 
 
 def _vllm(policy: PolicyConfig, shapes: Shapes, progress: Progress) -> list[LayoutTable]:

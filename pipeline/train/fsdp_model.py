@@ -161,8 +161,8 @@ def build(
 
 def _described(policy: PolicyConfig, config: PreTrainedConfig, role: ModelRole, adapted: bool, trains: bool) -> PackedModel:
     """Return the model on the meta device, whole, with the parameters that train. Raises RecipeError if it is not supported."""
-    check_attention(config)
-    check_indexer(config, policy.max_total_sequence_length)
+    check_attention(config.get_text_config())
+    check_indexer(config.get_text_config(), policy.max_total_sequence_length)
     precision = torch.float32 if role.trained and not adapted else getattr(torch, policy.precision)
     hf = meta_model(config, role.head, dtype=precision, attn_implementation=NAME).eval()
     function = check_model(hf, role)

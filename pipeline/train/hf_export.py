@@ -33,6 +33,8 @@ from pipeline.types import Head
 Result = TypeVar("Result")
 
 SHARD_BYTES = 4 << 30
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""Files of multimodal models that say how pictures and sound become tensors; they do not change."""
 
 
 def export(
@@ -144,6 +146,9 @@ def _write_config(policy: PolicyConfig, folder: Path, head: Head) -> None:
     with errors_of_rust():
         config.save_pretrained(folder)
         load_tokenizer(policy.tokenizer).save_pretrained(folder)
+    for name in PROCESSORS:
+        if source := model_file(policy.model_name, name):
+            shutil.copyfile(source, folder / name)
     if head == "logprobs":
         write_durably(folder / GENERATION, json.dumps(_generation_config(policy), indent=2) + "\n")
     for path in folder.iterdir():

@@ -17,7 +17,8 @@ from transformers.utils.hub import cached_file
 from pipeline.boxes import Box, whole
 from pipeline.config import PolicyConfig, Problem, RecipeError, refuse
 from pipeline.models import checkpoint_fit, quantized
-from pipeline.models.hugging_face import SCORE, auto_model, checkpoint_shapes, on_disk
+from pipeline.models.hugging_face import SCORE, auto_model, checkpoint_shapes, meta_model, on_disk
+from pipeline.models.stored_tensors import StoredTensors
 from pipeline.models.weight_files import INDEX, SINGLE, WeightFiles, read_weight_files
 from pipeline.train.shards import BoxReader
 from pipeline.types import Head
@@ -51,21 +52,22 @@ def _random(config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
 def _checkpoint(model_name: str, config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
     """Return a reader of the checkpoint's safetensors files, whose tensors have the names and shapes of the model.
 
-    Quantized tensors are read in bfloat16.
+    Quantized tensors are read in bfloat16. Tensors may have other names or be joined, where transformers loads these.
     """
     reader, files = BoxReader(), checkpoint_files(model_name).tensors
     for name, stored in files.items():
         reader.add(name, stored.shape, stored.path, whole(stored.shape))
-    tensors = quantized.unpacked(files)
-    body = checkpoint_fit.is_body(tensors, head)
+    unpacked = quantized.unpacked(files)
+    body = checkpoint_fit.is_body(unpacked, head)
+    tensors = StoredTensors.of(meta_model(config, "logprobs" if body else head), unpacked)
 
     def read(name: str, box: Box) -> torch.Tensor:
-        return quantized.read(name, box, files, reader.read)
+        return tensors.read(name, box, lambda stored, of_it: quantized.read(stored, of_it, files, reader.read))
 
     def equal(*names: str) -> bool:
-        return torch.equal(*(read(name, whole(tensors[name].shape)) for name in names))
+        return torch.equal(*(read(name, whole(tensors.entries[name].shape)) for name in names))
 
-    refuse(checkpoint_fit.problems("policy.model_name", model_name, tensors, config, head, body, equal))
+    refuse(checkpoint_fit.problems("policy.model_name", model_name, tensors.entries, config, head, body, equal))
     if not body:
         return read
     shape = checkpoint_shapes(config, head)[0][SCORE]

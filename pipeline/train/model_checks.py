@@ -13,6 +13,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from typing_extensions import override
 
 from pipeline.models.family import unsupported_model
+from pipeline.models.hugging_face import language_model
 from pipeline.models.precision import served_dtype
 from pipeline.train.logprobs import LINEAR, HeadFunction
 from pipeline.train.sequence_resets import check_mixers
@@ -33,7 +34,7 @@ def check_model(hf: PreTrainedModel, role: ModelRole) -> HeadFunction:
         raise unsupported_model(f"{name} does not declare its layers (_no_split_modules)")
     check_mixers(hf)
     head = "lm_head" if role.head == "logprobs" else "score"
-    function = _head_function(hf.config.get_text_config()) if head == "lm_head" else LINEAR
+    function = head_function(hf.config.get_text_config()) if head == "lm_head" else LINEAR
     try:
         supported = _head_is(function, hf, head)
     except Exception as error:
@@ -43,7 +44,7 @@ def check_model(hf: PreTrainedModel, role: ModelRole) -> HeadFunction:
     return function
 
 
-def _head_function(config: PreTrainedConfig) -> HeadFunction:
+def head_function(config: PreTrainedConfig) -> HeadFunction:
     """Return the head's function according to the configuration, which `_head_is` verifies."""
 
     def of(names: Iterable[str]) -> float | None:
@@ -124,8 +125,8 @@ def freeze_buffers(hf: PreTrainedModel) -> None:
 
 
 def derive_buffers(hf: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that are in no checkpoint (rotary frequencies), with the model's own initialisation."""
-    for module_name, module in hf.named_modules():
+    """Compute the language model's buffers that are in no checkpoint (rotary frequencies), with its own initialisation."""
+    for module_name, module in language_model(hf).named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers:
             continue

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -139,6 +140,23 @@ def configs() -> dict[str, PreTrainedConfig]:
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
             },
         ),
+        "gemma4_text": Gemma4TextConfig(
+            **{**SHAPE, "num_hidden_layers": 4, "tie_word_embeddings": True, "num_key_value_heads": 4},
+            head_dim=8,
+            global_head_dim=16,
+            num_global_key_value_heads=2,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+            pad_token_id=None,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters={
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+            },
+            final_logit_softcapping=3.0,
+            rms_norm_eps=0.03,  # queries and keys are not scaled, so that float32 is less exact with steep norms
+        ),
         "gpt_oss": GptOssConfig(
             **SHAPE,
             head_dim=16,
@@ -217,7 +235,8 @@ def write_models(folder: Path, families: Sequence[str] = FAMILIES) -> None:
         tensors |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}  # a router's bias
         with torch.no_grad():
             for name, tensor in tensors.items():
-                tensor.normal_(1.0 if "norm" in name and not _adds_one(family, name) else 0.0, 0.2)
+                factor = ("norm" in name and not _adds_one(family, name)) or name.endswith("layer_scalar")
+                tensor.normal_(1.0 if factor else 0.0, 0.2)
         model.save_pretrained(folder / family)
 
 

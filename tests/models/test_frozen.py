@@ -5,6 +5,7 @@ import pytest
 from launch.preflight.architecture import frozen_problems as problems
 from pipeline import models
 from pipeline.config import MegatronConfig, PolicyConfig
+from pipeline.models.family import CONSTANTS
 from pipeline.models.frozen_names import grouped, known_groups, matched
 from pipeline.models.hugging_face import layout, meta_model
 from tests.models.cases import configs
@@ -26,7 +27,7 @@ def test_the_groups_of_every_family_are_those_in_memory(family, head):
     in_memory = {frozenset(piece.name for piece in pieces) for name, pieces in layout(hf).items() if name in trained}
     assert set(map(frozenset, known_groups(plain, False, values).values())) == in_memory
     described = models.family(config.model_type).parameters(config, head)
-    fused = grouped({name: one.sources for name, one in described.items() if not name.endswith("expert_bias")})
+    fused = grouped({name: one.sources for name, one in described.items() if not name.endswith(CONSTANTS)})
     found = set(map(frozenset, known_groups(plain, True, values).values()))
     assert found == set(map(frozenset, fused.values()))
     assert set().union(*found) == set().union(*in_memory)

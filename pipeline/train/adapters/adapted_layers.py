@@ -13,8 +13,9 @@ from pipeline.config import LoRAConfig, Problem
 KEY = "policy.generation.lora_refit"
 FOLDED = "kv_b_proj"
 """The layer of multi-latent attention whose weight vLLM splits into W_UK and W_UV when it loads it."""
-UNEQUAL = ("gpt_oss",)
-"""Families for which vLLM's LoRA gives other tokens than merged weights: see tests/generate/test_vllm_adapter_families.py."""
+UNEQUAL = ("gpt_oss", "gemma4_text")
+"""Families for which vLLM's LoRA gives other tokens than merged weights: see tests/generate/test_vllm_adapter_families.py.
+Values of Gemma 4 that are projected keys would lack the keys' adapter."""
 
 
 def is_named(layer: str, names: Iterable[str]) -> bool:

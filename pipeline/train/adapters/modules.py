@@ -175,7 +175,7 @@ def _choices(config: MegatronLoRAConfig, module: str, sources: int) -> tuple[tup
 def _names(module: str, sources: int) -> tuple[str, ...]:
     """Return the last part of a module's name, followed by the names of its projections if its weight has several sources."""
     suffix = module.rpartition(".")[2]
-    return suffix, *(FUSED.get(suffix, ()) if sources > 1 else ())
+    return suffix, *(FUSED.get(suffix, ())[:sources] if sources > 1 else ())  # keys may be the values too
 
 
 def _matches(pattern: str, module: str) -> bool:

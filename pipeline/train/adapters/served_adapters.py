@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipeline import models
 from pipeline.config import PolicyConfig, refuse, uses_megatron
-from pipeline.models.hugging_face import checkpoint_shapes, layout, meta_model, model_config
+from pipeline.models.hugging_face import layout, meta_model, model_config
+from pipeline.models.text_model import TextModel
 from pipeline.train import lora
 from pipeline.train.adapters import modules
 from pipeline.train.adapters.adapted_layers import family_not_served
@@ -29,10 +29,10 @@ def served_adapters(policy: PolicyConfig) -> ServedAdapters:
 
 
 def _of_megatron(policy: PolicyConfig) -> ServedAdapters:
-    config, peft = model_config(policy), policy.megatron_cfg.peft
-    chosen = modules.choose(peft, models.family(config.model_type).parameters(config))
+    model, peft = TextModel(model_config(policy)), policy.megatron_cfg.peft
+    chosen = modules.choose(peft, model.parameters)
     refuse(not_served_modules(chosen))
-    spec, (shapes, _), tensors = AdapterSpec.of(options(peft)), checkpoint_shapes(config), {}
+    spec, tensors = AdapterSpec.of(options(peft)), {}
     for module in chosen:
-        tensors |= module.tensors(spec, shapes)
+        tensors |= module.tensors(spec, model.shapes)
     return ServedAdapters(spec.dim, spec.alpha, spec.rslora, tensors)

@@ -15,7 +15,7 @@ from torch import nn
 
 from pipeline.boxes import Box, whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
-from pipeline.models.family import Parameter
+from pipeline.models.family import CONSTANTS, Parameter
 from pipeline.models.frozen_names import freeze, grouped
 from pipeline.models.recorded_layout import Shape
 from pipeline.train.adapters.adapter_weights import initial_a
@@ -148,9 +148,11 @@ def freeze_stage(
     local: this rank's tensors by global name. parameters: {global name: parameter} of the whole model. Raises RecipeError, on
     all ranks alike, as `freeze` does.
     """
-    trained = {name: parameter.sources for name, parameter in parameters.items() if not name.endswith("expert_bias")}
+    trained = {name: parameter.sources for name, parameter in parameters.items() if not name.endswith(CONSTANTS)}
     tensors = [
-        (tensor.tensor, trained[name]) for name, tensor in local.items() if isinstance(tensor.tensor, torch.nn.Parameter)
+        (tensor.tensor, trained[name])
+        for name, tensor in local.items()
+        if name in trained and isinstance(tensor.tensor, torch.nn.Parameter)
     ]
     freeze(policy.freeze_parameters, tensors, grouped(trained))
     megatron = policy.megatron_cfg

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -32,21 +33,28 @@ from pipeline.models.mixers import DeltaNet, Layer
 from pipeline.train.megatron.delta_net import DeltaNetMixer
 from pipeline.train.megatron.gpt_oss_experts import AlternatingExperts
 from pipeline.train.megatron.joint_norm import JointNorm
-from pipeline.train.megatron.local_modules import PackedAttention
+from pipeline.train.megatron.layer_heads import LayerHeadsAttention
+from pipeline.train.megatron.local_modules import PackedAttention, module_device
 from pipeline.train.megatron.mixer import MixerSubmodules
 from pipeline.train.megatron.state_space import StateSpaceMixer
 from pipeline.train.megatron.stored_indexer import IndexedLatentAttention
 
 
 class FeaturedLayer(TransformerLayer):
-    """A layer with one or both of two features.
+    """A layer with one or several of three features.
 
-    It normalizes the outputs of attention and MLP before it adds them, or uses its own kind of rotary embeddings.
+    It normalizes the outputs of attention and MLP before it adds them, uses its own kind of rotary embeddings, or has its own
+    heads and a constant that multiplies its output.
     """
 
     def __init__(self, *arguments, features: Features, norm: Callable[..., torch.nn.Module], **named) -> None:
         super().__init__(*arguments, **named)
         self._rotary = None
+        self._rotated = None  # angles of a head, where these differ by layer
+        if features.layer_heads is not None:
+            self._rotated = features.layer_heads[self.layer_number - 1].head_dim
+            scalar = torch.empty(1, dtype=self.config.params_dtype, device=module_device(self.config))
+            self.layer_scalar = torch.nn.Parameter(scalar, requires_grad=False)
         if features.layer_rotary is not None:
             self._rotary = rotary_kinds(features).index(features.layer_rotary[self.layer_number - 1])
         if features.sandwich_norms:
@@ -58,8 +66,13 @@ class FeaturedLayer(TransformerLayer):
     @override
     def _forward_attention(self, hidden_states, *arguments, rotary_pos_emb=None, **named):
         if self._rotary is not None and rotary_pos_emb is not None:
-            rotary_pos_emb = rotary_pos_emb[self._rotary]
+            rotary_pos_emb = rotary_pos_emb[self._rotary, ..., : self._rotated]
         return super()._forward_attention(hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **named)
+
+    @override
+    def forward(self, *arguments, **named):
+        hidden, context = super().forward(*arguments, **named)
+        return (hidden if self._rotated is None else hidden * self.layer_scalar), context
 
 
 class SharedHeadsAttention(SelfAttention):
@@ -110,6 +123,9 @@ def with_features(
         if features.indexer is not None:
             spec = layer.submodules.self_attention
             spec.module, spec.params = IndexedLatentAttention, {**spec.params, "indexer": features.indexer}
+        if features.layer_heads is not None:
+            spec = layer.submodules.self_attention
+            spec.module, spec.params = LayerHeadsAttention, {**spec.params, "layer_heads": features.layer_heads}
         if features.joint_head_norms:
             attention = layer.submodules.self_attention.submodules
             attention.q_layernorm = ModuleSpec(JointNorm, params={"heads": config.num_attention_heads})
@@ -181,6 +197,8 @@ def rotary(hf: PreTrainedConfig, layer_type: str | None = None) -> tuple[torch.T
     kind = parameters.get("rope_type", "default")
     if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), layer_type=layer_type)
+    by_kind: Any = getattr(hf, "is_heterogeneous", False) and hf.per_layer_config
+    hf = by_kind[layer_type] if by_kind else hf
     head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     width = int(head * parameters.get("partial_rotary_factor", 1.0))
     return 1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width), 1.0
@@ -203,7 +221,10 @@ def softmax_factor(hf: PreTrainedConfig, features: Features) -> float:
 
 
 class LayerRotary(torch.nn.Module):
-    """Rotary embeddings of several kinds. It returns the angles [kinds, s, 1, 1, R], of which a layer takes its kind's."""
+    """Rotary embeddings of several kinds. It returns the angles [kinds, s, 1, 1, R], of which a layer takes its kind's.
+
+    R is that of the widest kind; zeros follow the angles of others.
+    """
 
     def __init__(self, like: torch.nn.Module, hf: PreTrainedConfig, kinds: list[str]) -> None:
         super().__init__()
@@ -219,7 +240,9 @@ class LayerRotary(torch.nn.Module):
 
     @override
     def forward(self, *arguments, **named) -> torch.Tensor:
-        return torch.stack([embedding(*arguments, **named) for embedding in self._kinds])
+        angles = [embedding(*arguments, **named) for embedding in self._kinds]
+        widest = max(of_kind.size(-1) for of_kind in angles)
+        return torch.stack([F.pad(of_kind, (0, widest - of_kind.size(-1))) for of_kind in angles])
 
 
 def rotary_kinds(features: Features) -> list[str]:

@@ -24,19 +24,20 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import PreTrainedConfig
 from typing_extensions import override
 
-from pipeline import models
 from pipeline.boxes import Region
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.files.stored_files import FileKey
 from pipeline.models.backend_support import check_attention, check_indexer, check_megatron_attention
 from pipeline.models.family import unsupported_model
-from pipeline.models.hugging_face import checkpoint_shapes, model_config
+from pipeline.models.hugging_face import model_config
 from pipeline.models.recorded_layout import Shape, copy_pieces, restrict
+from pipeline.models.text_model import TextModel
 from pipeline.train import checkpoint_state
 from pipeline.train.adapters.modules import options
 from pipeline.train.context_parallel import LocalBatch, localize
 from pipeline.train.heads import OutputHead
 from pipeline.train.initial_weights import ReadBox, initial_weights
+from pipeline.train.logprobs import LINEAR
 from pipeline.train.megatron import adapted_stage
 from pipeline.train.megatron.distributed_optimizer import ScheduledOptimizer
 from pipeline.train.megatron.gradient_norm import GradientNorm, set_flags
@@ -44,9 +45,11 @@ from pipeline.train.megatron.groups import context_group, data_group, initialize
 from pipeline.train.megatron.local_modules import PackedSequences, kernels_read_starts
 from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
 from pipeline.train.megatron.model import build, data_parallel
+from pipeline.train.megatron.other_modalities import hold
 from pipeline.train.megatron.saved_state import SavedState, boxes, layout_of
 from pipeline.train.megatron.served_weights import ServedWeights
 from pipeline.train.megatron.stage_routers import StageRouters
+from pipeline.train.model_checks import head_function
 from pipeline.train.offload import HostWeights, Offload
 from pipeline.train.outputs import broadcast_outputs, broadcast_record, reduce_outputs
 from pipeline.train.sequence_bounds import check_batches
@@ -65,33 +68,34 @@ class MegatronBackend(TrainBackend):
         initialize(policy, seed)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
-        hf = model_config(policy, role.head)
+        checkpoint = model_config(policy, role.head)
+        model = TextModel(checkpoint, role.head)
+        hf, self._shapes, family = model.config, model.shapes, model.parameters
         check_attention(hf)
         check_indexer(hf, policy.max_total_sequence_length)
         check_megatron_attention(hf, policy.max_total_sequence_length)
-        self._shapes, _ = checkpoint_shapes(hf, role.head)
         self._stage = build(policy, hf, role.head).to(self.device)
+        hold(self._stage, model.others, self._shapes)
         self._starts_on_host = not kernels_read_starts(self._stage, self._stage.config)
         if not role.trained:
             self._stage.requires_grad_(False)
-        family = models.family(hf.model_type).parameters(hf, role.head)
         self._adapters = adapted_stage.adapt(self._stage, policy, family, self._shapes) if role.trained else None
         whole, shapes = (self._adapters.parameters, self._adapters.shapes) if self._adapters else ({}, {})
-        self._local = local_tensors(self._stage, family | whole, self._shapes | shapes)
+        self._local = local_tensors(self._stage, family | model.others | whole, self._shapes | shapes)
         self._base = {name: local for name, local in self._local.items() if name not in whole}
         self._saved = SavedState.of(self._local, self._shapes, self._adapters, role.head)
         self._vocabulary = hf.vocab_size
         routes = role.trained and (policy.router_replay.enabled or policy.moe_aux_loss_coeff > 0)
         self._routers = StageRouters(self._stage, family, policy) if routes else None
         self._balancing = self._routers.balancing if self._routers else None
-        self._head = OutputHead.of(policy, role)
+        self._head = OutputHead.of(policy, role, head_function(hf) if role.head == "logprobs" else LINEAR)
         self._training: tuple[DistributedDataParallel, ScheduledOptimizer] | None = None
         if role.trained:
             adapted_stage.freeze_stage(self._stage, policy, self._base, family)
             set_flags(self._local)
-            model = data_parallel(policy, self._stage, self._adapters.sum_partial if self._adapters else None)
-            self._training = model, ScheduledOptimizer(policy, model, GradientNorm(self._local, group, self.device))
-        self._load_initial(hf, seed)
+            wrapped = data_parallel(policy, self._stage, self._adapters.sum_partial if self._adapters else None)
+            self._training = wrapped, ScheduledOptimizer(policy, wrapped, GradientNorm(self._local, group, self.device))
+        self._load_initial(checkpoint, seed)
         weights = [local.tensor for local in self._local.values()]
         self._reference = HostWeights(weights, self.device) if role.reference and self._adapters is None else None
         peft, random_seed = policy.megatron_cfg.peft, seed if policy.random_init else None

@@ -49,6 +49,8 @@ CONFIGS = {
     "mistral": {"intermediate_size": 96},
     "ministral3": {"intermediate_size": 96},
     "gemma3_text": {"intermediate_size": 96, "head_dim": 16},
+    "gemma4_text": {"intermediate_size": 96, "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0}
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 2},
     "gpt_oss": {"intermediate_size": 96, "num_local_experts": 8, "head_dim": 16},
     "glm4": {"intermediate_size": 96, "pad_token_id": None},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "attention_bias": True},
@@ -412,7 +414,9 @@ TP, PP, EP, ETP = (
         (model("qwen3_5_text", linear_num_key_heads=2), sizes(tp=4), TP, "not-divisible"),
         (model("qwen3_5_text", linear_num_value_heads=12), sizes(cp=8), f"{KEY}.context_parallel_size", "not-divisible"),
         (model("qwen3_moe"), sizes(tp=2), f"{KEY}.sequence_parallel", "unsupported"),
-        (model("qwen3_5_text", text_config={"model_type": "qwen3_5_text"}), [], MODEL, "unsupported"),  # multimodal
+        (model("gemma4_text"), sizes(tp=4), TP, "not-divisible"),
+        (model("gemma4_text", hidden_size_per_layer_input=8), [], MODEL, "unsupported"),
+        (model("gemma4_text", enable_moe_block=True, num_experts=4, top_k_experts=2, **EXPERTS), [], MODEL, "unsupported"),
         (model("glm_moe_dsa", index_topk=16), [], MODEL, "unsupported"),
         (model("glm_moe_dsa", index_topk_freq=2), [], MODEL, "unsupported"),
         (model("nemotron_h", tie_word_embeddings=True), [], MODEL, "unsupported"),
@@ -442,14 +446,16 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_by_key(load, described,
         model("mixtral", sliding_window=16),
         model("qwen2", sliding_window=16, use_sliding_window=True),
         model("gemma3_text", sliding_window=16),
+        model("gemma4_text", sliding_window=16),
         model("gpt_oss", sliding_window=16),
         model("glm4"),
         model("glm4_moe", use_qk_norm=True),
         model("minimax_m2"),
+        {"model_type": "qwen3_5", "text_config": model("qwen3_5_text")},
     ],
     ids=lambda described: described["model_type"],
 )
-def test_windows_sinks_and_partial_rope_are_accepted(load, described):
+def test_windows_sinks_partial_rope_and_multimodal_checkpoints_are_accepted(load, described):
     check(backend_choice.choose(load(described, f"{KEY}.enabled=true"))[0])
 
 

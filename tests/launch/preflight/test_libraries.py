@@ -202,6 +202,7 @@ GPU = ("cluster.train.gpus_per_node=1", "policy.dtensor_cfg.enabled=true")
         (("policy.dtensor_cfg.use_liger_kernel=true", *GPU), "liger_kernel", "train"),
         (("policy.dtensor_cfg.flash_attention=3", *GPU), "flash_attn_interface", "train"),
         (("env.it={kind: ifeval}",), "langdetect", "generate"),
+        (("policy.model_name=Qwen/Qwen3.5-9B", "policy.generation.backend=vllm"), "torchvision", "generate"),
         (("env.it={kind: verifiers, kwargs: {taskset: x}}",), "verifiers", "generate"),
     ],
 )
@@ -235,7 +236,7 @@ def test_the_check_refuses_the_engines_own_arguments():
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             given.add(node.slice.value)
     memory = {"kv_cache_memory_bytes", "enable_chunked_prefill", "max_num_batched_tokens"}
-    may_be_changed = memory | {"attention_backend", "speculative_config"}
+    may_be_changed = memory | {"attention_backend", "speculative_config", "language_model_only"}
     assert given - may_be_changed <= {*libraries.SET_BY_KEYS, *libraries.FIXED}
     assert may_be_changed <= given
 

@@ -32,13 +32,13 @@ from tests.train.megatron.layouts import (
 GRADIENT, LOGPROB = 5e-6, 1e-5
 NORM = 1e-6  # of Megatron-Core's, which is summed in float32, from ours
 # Four ranks take time, and what they could get wrong that two could not is the same in the others.
-OF_EACH_KIND = ("qwen2", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "nemotron_h_moe")
+OF_EACH_KIND = ("qwen2", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gemma3_text", "gemma4_text", "gpt_oss", "nemotron_h_moe")
 
 # The default tests run these families: tied embeddings where stages and vocabularies are cut, biases and norms of heads where
 # those are cut, kinds of RoPE where sequences are cut, and kinds of router where experts are spread.
 QUICK = {
     ONE: ONE.families,
-    TP2_SP: ("qwen2", "qwen3_tied", "gemma3_text", "minimax_m2"),
+    TP2_SP: ("qwen2", "qwen3_tied", "gemma3_text", "gemma4_text", "minimax_m2"),
     CP2: ("llama_yarn", "deepseek_v3", "nemotron_h"),
     TP2_EP2_SP: ("deepseek_v3_plain", "gpt_oss", "nemotron_h_moe"),
 }
