@@ -21,6 +21,7 @@ from pipeline.coordination.run_logger import RunLogger
 from pipeline.coordination.run_progress import RunProgress
 from pipeline.coordination.run_saver import RunSaver
 from pipeline.coordination.scoring import Scoring
+from pipeline.coordination.teacher_samples import TeacherSamples
 from pipeline.coordination.training_run import TrainingRun
 from pipeline.coordinator import run_offline, run_online
 from pipeline.data import epochs
@@ -230,6 +231,7 @@ def _training_run(
         logger=logger,
         saver=saver,
         progress=RunProgress(recipe, deadline, attempt, saver),
+        teacher_samples=TeacherSamples(recipe, tokenizer),
     )
 
 

@@ -128,7 +128,8 @@ def teacher_section(name: str) -> str:
 
 def teacher_policy(recipe: Recipe, model: TeacherConfig) -> PolicyConfig:
     """Return a teacher as a policy's configuration. Its model_name must not be null."""
-    return _with_policy_layout(recipe, model)
+    own = {"tokenizer": _own_tokenizer(model), "max_total_sequence_length": model.max_total_sequence_length}
+    return _with_policy_layout(recipe, model, **own)
 
 
 def reward_model_policy(recipe: Recipe) -> PolicyConfig:
@@ -228,7 +229,7 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
     return {section: model for section, model in found.items() if model.model_name is not None}  # null is refused elsewhere
 
 
-def _own_tokenizer(model: EnvironmentConfig | ServedModelConfig | ServedJudgeConfig) -> TokenizerConfig:
+def _own_tokenizer(model: EnvironmentConfig | ServedModelConfig | ServedJudgeConfig | TeacherConfig) -> TokenizerConfig:
     """Return the tokenizer of a model beside the policy: by default that of its folder."""
     given = model.tokenizer
     return TokenizerConfig(given.name or model.model_name or "", given.chat_template, given.chat_template_kwargs)

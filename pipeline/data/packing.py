@@ -93,7 +93,24 @@ def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
         prompts=_prompts(samples),
         teachers=tuple(sample.teacher for sample in samples),
         experts=_experts(samples, device),
+        chunks=_chunks(samples, device),
     )
+
+
+def _chunks(samples: Sequence[Sample], device: torch.device | str) -> torch.Tensor | None:
+    """Return the first token of each token's chunk, see PackedBatch.chunks; None if all teachers read the samples' tokens."""
+    if all(sample.in_teacher is None for sample in samples):
+        return None
+    first, at = [], 0
+    for sample in samples:
+        tokens = np.arange(len(sample.tokens))
+        if sample.in_teacher is not None:
+            chunks = sample.in_teacher.chunks_of_sample
+            _, begins, number = np.unique(chunks, return_index=True, return_inverse=True)
+            tokens = np.where(chunks < 0, tokens, begins[number])
+        first.append(at + tokens)
+        at += len(tokens)
+    return torch.from_numpy(np.concatenate(first)).to(device)
 
 
 def _experts(samples: Sequence[Sample], device: torch.device | str) -> torch.Tensor | None:

@@ -107,7 +107,7 @@ class StepOperations:
         if needs.critic and critic:
             total += critic.forward(lengths)
         for name in sorted({sample.teacher for sample in samples} if needs.has_teachers else ()):
-            taught = [len(sample.tokens) for sample in samples if sample.teacher == name]
+            taught = [len(sample.tokens_of_teacher) for sample in samples if sample.teacher == name]
             total += self._models[config.teacher_section(name)].forward(taught)
         for name in models:
             trained = critic if name == "critic" else policy
