@@ -14,7 +14,7 @@ import torch
 
 from pipeline.algorithms.advantages import group_advantages, sequence_advantages, shaped_rewards
 from pipeline.algorithms.algorithm import Variance
-from pipeline.algorithms.divergence import distillation_loss
+from pipeline.algorithms.divergence import chunk_sums, distillation_loss
 from pipeline.algorithms.loss import estimate_kl, mask_mismatched_sequences, mismatch_metrics, policy_loss, sft_loss, value_loss
 from pipeline.algorithms.pairs import reward_model_loss
 from pipeline.algorithms.sections import GAEConfig, RewardScalingConfig, RewardShapingConfig
@@ -280,6 +280,27 @@ def opd(golden: Golden) -> Found:
     return _of_tokens(found) | {"values": rows.padded(batch.advantages)}
 
 
+def opd_chunks(golden: Golden) -> Found:
+    """Compute the loss with advantages from a teacher's log-probs of chunks.
+
+    On-Policy-Distill: `compute_policy_loss_opd` with `old_logprobs` as both log-probs, `teacher_logprobs` (which add up to a
+    chunk's) and `chunks` side by side as advantages, `token_mask`, a clip ratio of 0.2 and a `clip_ratio_c` of 1e9.
+    """
+    rows = Rows(golden.inputs)
+    leaf = rows.leaf("old_logprobs")
+    names, first = [int(number) for number in rows.packed(rows.tensor("chunks"))], {}
+    row_of = [row for row, length in enumerate(rows.lengths) for _ in range(length)]
+    keys = [
+        (row, number if number >= 0 else f"token {place}")
+        for place, (row, number) in enumerate(zip(row_of, names, strict=True))
+    ]
+    chunks = torch.tensor([first.setdefault(key, place) for place, key in enumerate(keys)])
+    teacher = chunk_sums(rows.packed(torch.where(rows.mask, rows.tensor("teacher_logprobs"), 0.0)), chunks)
+    algorithm = made(GRPOConfig(adv_estimator=AdvantageConfig("opd")), LossConfig(**golden.arguments))
+    batch = algorithm.estimate(rows.batch(old_logprobs=leaf.detach(), teacher_logprobs=teacher, chunks=chunks))
+    return _outputs(algorithm.loss(Outputs(logprobs=rows.packed(leaf)), batch, rows.counts), leaf)
+
+
 def gae(golden: Golden) -> Found:
     """Compute GAE's advantages and returns. NeMo-RL: as in `reinforce_plus_plus`."""
     rows, loss = Rows(golden.inputs), _loss(golden.arguments)
@@ -354,6 +375,7 @@ OURS: dict[str, Callable[[Golden], Found]] = {
     "kto": kto,
     "mismatch": mismatch,
     "opd": opd,
+    "opd_chunks": opd_chunks,
     "policy_loss": of_policy,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reward_model": reward_model,

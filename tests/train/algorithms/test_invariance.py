@@ -36,11 +36,12 @@ QUICK = {
         "rm",
         "grpo, by sequences, KL, TIS",
         "grpo, high entropy",
+        "grpo, two tokenizers",
         "ppo",
         "distillation",
     ),
     Setup("megatron", TP2_SP, "reversed"): ("sft", "dpo", "kto", "rm", "distillation"),
-    Setup("megatron", CP2, "single"): ("grpo, by sequences, KL, TIS", "grpo, high entropy", "ppo"),
+    Setup("megatron", CP2, "single"): ("grpo, by sequences, KL, TIS", "grpo, high entropy", "grpo, two tokenizers", "ppo"),
 }
 # Marked `full`, every case of every algorithm runs in one setup of each kind.
 FULL = (*QUICK, Setup("megatron", PP2))
@@ -92,7 +93,9 @@ def check_that_cases_are_meaningful(models: Path) -> None:
     assert most("kto", "kl") > 1e-3
     for case in ("grpo, by sequences, KL, TIS", "reinforce++, KL in the reward"):
         assert most(case, "reference_kl") > 1e-4, case
-    for case, name in (("grpo, two teachers", "teacher_kl"), ("distillation, two teachers", "forward_kl")):
+    of_cases = dict.fromkeys(("grpo, two teachers", "grpo, two tokenizers"), "teacher_kl")
+    of_cases["distillation, two teachers"] = "forward_kl"
+    for case, name in of_cases.items():
         of_teachers = most(case, f"{name}/any"), most(case, f"{name}/other")  # an estimate by tokens may be negative
         assert min(map(abs, of_teachers)) > 1e-3 and abs(of_teachers[0] / of_teachers[1] - 1) > 1e-2, case
 
