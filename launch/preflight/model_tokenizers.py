@@ -156,8 +156,8 @@ def teacher_problems(
             yield from _other_tokenizer(recipe, section, model, tokenizer, pending)
             if notes is not None:
                 notes.append(
-                    f"{section}: its vocabulary differs from the policy's: {difference}. It reads prompts in its own chat"
-                    " template and answers in its own tokens; advantages compare chunks of text"
+                    f"{section}: its vocabulary differs from the policy's: {difference}. It reads prompts and answers in its"
+                    " own tokens and chat template; advantages compare chunks of text"
                 )
             continue
         teacher_rows = rows(section, model, pending)

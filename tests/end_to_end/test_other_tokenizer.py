@@ -52,7 +52,10 @@ def student(tmp_path_factory) -> Path:
 
 
 def run_with(folder: Path, student: Path, teacher: Path, *keys: str, fault: Fault | None = None) -> Run:
-    models = (f"policy.model_name={student}", *(f"{TEACHERS}.{name}.model_name={model}" for name, model in of(student, teacher)))
+    models = (
+        f"policy.model_name={student}",
+        *(f"{TEACHERS}.{name}.model_name={model}" for name, model in of(student, teacher)),
+    )
     return submit(folder, *LOCAL, *KEYS, *models, *keys, timeout=580, fault=fault)
 
 

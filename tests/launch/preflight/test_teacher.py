@@ -1,5 +1,6 @@
-"""A teacher with another vocabulary is refused before submission."""
+"""A teacher with another vocabulary: refused where distributions over tokens are compared, checked where texts are."""
 
+import dataclasses
 import json
 
 import pytest
@@ -49,6 +50,30 @@ def test_each_of_several_teachers_needs_the_policys_tokenizer(several, tmp_path)
     tokens(tmp_path / "other", swap)
     found = named(model_tokenizers.teacher_problems(several, tmp_path / "teacher/tokenizer.json", []))
     assert found == {("on_policy_distillation.teachers.second.model_name", "contradiction")}
+
+
+@pytest.mark.parametrize(
+    ("template", "keys", "expected"),
+    [
+        ("{{ messages[0].content }}", {}, set()),
+        (None, {}, {("data.apply_chat_template", "missing-value")}),
+        ("{{ 7 }}", {}, {("on_policy_distillation.teachers.second.tokenizer.chat_template", "unsupported")}),
+        ("{{ messages[0].content }}", {"max_rollout_turns": 2}, {("grpo.max_rollout_turns", "unsupported")}),
+    ],
+)
+def test_a_teacher_that_reads_texts_may_have_another_tokenizer(several, tmp_path, template, keys, expected):
+    def swap(vocabulary):
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+    tokens(tmp_path / "other", swap)
+    (tmp_path / "other/tokenizer_config.json").write_text(json.dumps({"chat_template": template} if template else {}))
+    section = dataclasses.replace(several.grpo, adv_estimator=config.AdvantageConfig("opd"), **keys)
+    recipe = dataclasses.replace(several, algorithm="grpo", grpo=section)
+    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, apply_chat_template=True))
+    notes = []
+    found = named(model_tokenizers.teacher_problems(recipe, tmp_path / "teacher/tokenizer.json", [], notes))
+    assert found == expected
+    assert [note.partition(":")[0] for note in notes] == ["on_policy_distillation.teachers.second"]
 
 
 def tokens(folder, change):
