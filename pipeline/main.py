@@ -172,6 +172,8 @@ def _coordinate(
         tokenizer=tokenizer,
         monitor=monitor,
     )
+    if algorithm.needs.own_top_k and recipe.loss_fn.kl_type == "gold":
+        train.call(TrainRole.match_tokens, run.teacher_samples.matched).result()
     if config.generates(recipe):
         engines = [RpcGroup(client, world, engine, GenerateRole, timeouts) for engine in workers.engines]
         judge = _judge(recipe, train, data_ranks, reward, judges, tokenizer)

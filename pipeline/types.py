@@ -354,7 +354,7 @@ class PackedBatch:
     reference_logprobs: torch.Tensor | None = None  # [T] float32, by the frozen reference policy; never truncated
     old_values: torch.Tensor | None = None  # [T] float32, by the critic before this step's first update; after token t
     returns: torch.Tensor | None = None  # [T] float32: the target of the critic's value *before* token t
-    teacher: TopK | None = None  # the teacher's most likely tokens
+    teacher: TopK | None = None  # the teacher's most likely tokens; -1 for none, see universal_logits.candidates
     teacher_logprobs: torch.Tensor | None = None  # [T] float32, by the sample's teacher, of the token's chunk
     chunks: torch.Tensor | None = None  # [T] int64: the first token of each token's chunk; None: each token is a chunk
     teachers: tuple[str, ...] = ()  # [S] the names of the samples' teachers, see Sample.teacher

@@ -150,14 +150,16 @@ def teacher_problems(
         if tokenizer and not is_inside(model.tokenizer.name, pending):
             with collected([]):  # other checks report errors, such as a missing folder
                 difference = _difference(section, model, tokenizer)
-        if difference and build(recipe).needs.teacher_top_k:
+        needs = build(recipe).needs
+        if difference and needs.teacher_top_k and not needs.own_top_k:
             yield other_vocabulary(key, teacher.model_name, recipe.policy.tokenizer.name, difference)
-        elif difference:
+        elif difference or needs.own_top_k:
             yield from _other_tokenizer(recipe, section, model, tokenizer, pending)
             if notes is not None:
+                differs = f"its vocabulary differs from the policy's: {difference}" if difference else "it reads texts"
+                what = "distributions at the ends of" if needs.own_top_k else "advantages of"
                 notes.append(
-                    f"{section}: its vocabulary differs from the policy's: {difference}. It reads prompts and answers in its"
-                    " own tokens and chat template; advantages compare chunks of text"
+                    f"{section}: {differs}. Prompts are in its own chat template; the loss compares {what} chunks of text"
                 )
             continue
         teacher_rows = rows(section, model, pending)

@@ -6,12 +6,14 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Recipe
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.stop_tokens import model_file
-from pipeline.data.teacher_text import NotAligned, TeacherText, unscored
+from pipeline.data.teacher_text import NotAligned, TeacherText, at_chunk_ends, unscored
 from pipeline.data.token_alignment import other_vocabulary, vocabulary_difference
 from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.types import RolloutGroup, Sample
@@ -33,15 +35,16 @@ class TeacherSamples:
         A teacher without files of a tokenizer has the policy's. Raises RecipeError for a tokenizer that cannot be aligned.
         """
         self._texts: dict[str, TeacherText] = {}
-        self._logged = False
+        self._logged, self._needs = False, build(recipe).needs
         for name, teacher in config.teachers(recipe).items():
             model, key = config.teacher_policy(recipe, teacher), f"{config.teacher_section(name)}.model_name"
-            if not any(model_file(model.tokenizer.name, file) for file in FILES):
+            if not self._needs.own_top_k and not any(model_file(model.tokenizer.name, file) for file in FILES):
                 continue
             of_teacher = load_tokenizer(model.tokenizer)
-            if not (difference := vocabulary_difference(tokenizer.get_vocab(), of_teacher.get_vocab())):
+            difference = vocabulary_difference(tokenizer.get_vocab(), of_teacher.get_vocab())
+            if not difference and not self._needs.own_top_k:
                 continue
-            if build(recipe).needs.teacher_top_k:
+            if self._needs.teacher_top_k and not self._needs.own_top_k:
                 raise RecipeError(other_vocabulary(key, str(model.model_name), recipe.policy.tokenizer.name, difference))
             try:
                 self._texts[name] = TeacherText(recipe.policy, tokenizer, model, of_teacher, recipe.data.apply_chat_template)
@@ -49,7 +52,12 @@ class TeacherSamples:
                 raise RecipeError(
                     Problem(f"{config.teacher_section(name)}.tokenizer.name", "unsupported", str(error))
                 ) from None
-            logger.info("%s: answers are tokenized again for it, since %s", config.teacher_section(name), difference)
+            logger.info("%s: answers are tokenized again for it: %s", config.teacher_section(name), difference or "by kl_type")
+
+    @property
+    def matched(self) -> dict[str, np.ndarray]:
+        """Teacher -> the policy's id of each of its tokens with the same text, [V] int32; NO_TOKEN for the others."""
+        return {name: text.matched() for name, text in self._texts.items()}
 
     def write(self, groups: Sequence[RolloutGroup], samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
         """Return the samples with their teachers' tokens, and metrics. samples: one per rollout of `groups`, in order.
@@ -71,7 +79,8 @@ class TeacherSamples:
                     self._log(f"prompt {prompt.index}: its teacher does not score an answer: {error}")
                 before.append(counted)
                 after.append(int(aligned.loss_mask.sum()))
-            written.append(aligned if aligned.loss_mask.any() else unscored(sample))
+            aligned = aligned if aligned.loss_mask.any() else unscored(sample)
+            written.append(at_chunk_ends(aligned) if self._needs.own_top_k else aligned)
         if not before:
             return written, {}
         share = {"tokens": sum(after) / sum(before), "answers": sum(map(bool, after)) / len(after)}

@@ -43,7 +43,7 @@ def _split_update(items: list[list[Sample]], sequences_per_item: int, policy: Po
     owned = [sorted(i for microbatch in plan for i in microbatch) for plan in train]
     forward = _plan_forward(owned, lengths, forward_bounds)
     taught = {}
-    for teacher in sorted({item[0].teacher for item in items} - {""}):
+    for teacher in sorted({item[0].teacher for item in items if item[0].teacher or item[0].in_teacher}):
         of_teacher = [[i for i in members if items[i][0].teacher == teacher] for members in owned]
         read = [sum(len(sample.tokens_of_teacher) for sample in item) for item in items]
         tokens, sequences = forward_bounds

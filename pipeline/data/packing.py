@@ -79,7 +79,7 @@ def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
         return torch.from_numpy(np.concatenate([getattr(sample, field) for sample in samples]).astype(dtype)).to(device)
 
     positions = np.concatenate([np.arange(length) for length in lengths])
-    trained = np.concatenate([sample.loss_mask for sample in samples])
+    trained = np.concatenate([_read_by_loss(sample) for sample in samples])
     return PackedBatch(
         tokens=concatenate("tokens", np.int64),
         positions=torch.from_numpy(positions).to(device),
@@ -95,6 +95,11 @@ def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
         experts=_experts(samples, device),
         chunks=_chunks(samples, device),
     )
+
+
+def _read_by_loss(sample: Sample) -> np.ndarray:
+    """Return a mask of the tokens whose log-probs a loss can read, [L] bool."""
+    return sample.loss_mask if sample.in_teacher is None else sample.loss_mask | (sample.in_teacher.chunks_of_sample >= 0)
 
 
 def _chunks(samples: Sequence[Sample], device: torch.device | str) -> torch.Tensor | None:

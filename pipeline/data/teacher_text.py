@@ -54,6 +54,7 @@ class TeacherText:
 
         Raises ValueError if a tokenizer's tokens have no bytes of their own.
         """
+        self._tokenizer = tokenizer
         self._teacher, self._chat, self._limit = of_teacher, chat, model.max_total_sequence_length
         self._bytes, self._teacher_bytes = (_token_bytes(one) for one in (tokenizer, self._teacher))
         self._stops = set(stop_tokens(policy).ids)
@@ -70,6 +71,21 @@ class TeacherText:
         last = find_turn_ends(self._teacher, template_kwargs).last if self._chat else ""
         end: Any = self._teacher.convert_tokens_to_ids(last) if last else self._teacher.eos_token_id
         return [] if end is None else [end]
+
+    def matched(self) -> np.ndarray:
+        """Return the policy's id of each of the teacher's tokens with the same bytes, [V] int32; -1 for the others.
+
+        Special and other added tokens have the same text only if both tokenizers add them. Of several ids, the lowest counts.
+        """
+        ours: dict[tuple[bytes, bool], int] = {}
+        for id in sorted(self._tokenizer.get_vocab().values()):
+            ours.setdefault((self._bytes.of([id])[0], id in self._tokenizer.added_tokens_decoder), id)
+        ids = sorted(self._teacher.get_vocab().values())
+        matched = np.full(ids[-1] + 1, -1, np.int32)
+        added = self._teacher.added_tokens_decoder
+        for id, text in zip(ids, self._teacher_bytes.of(ids), strict=True):
+            matched[id] = ours.get((text, id in added), -1)
+        return matched
 
     def write(self, prompt: Prompt, rollout: Rollout, sample: Sample) -> Sample:
         """Return the sample with the teacher's tokens. The loss counts only tokens of chunks that both models score.
@@ -183,6 +199,13 @@ def unscored(sample: Sample) -> Sample:
     none = np.full(len(sample.tokens), NO_CHUNK, np.int32)
     in_teacher = TeacherTokens(np.zeros(1, np.int32), none[:1], none)
     return _masked(dataclasses.replace(sample, in_teacher=in_teacher))
+
+
+def at_chunk_ends(sample: Sample) -> Sample:
+    """Return a sample whose loss counts only the last token of each chunk."""
+    assert sample.in_teacher is not None
+    chunks = sample.in_teacher.chunks_of_sample
+    return dataclasses.replace(sample, loss_mask=sample.loss_mask & (chunks != np.append(chunks[1:], NO_CHUNK)))
 
 
 def _with_chunks(

@@ -44,7 +44,7 @@ def vocabulary_difference(student: Mapping[str, int], teacher: Mapping[str, int]
 def other_vocabulary(key: str, teacher: str, policy: str, difference: str) -> Problem:
     """Return the problem of a teacher whose distributions are compared with the policy's, token by token."""
     message = f"got {teacher}, whose vocabulary differs from policy.tokenizer.name {policy}: {difference}; expected a teacher"
-    remedy = "algorithm=grpo grpo.adv_estimator.name=opd with on_policy_distillation.teachers, which compares texts"
+    remedy = "loss_fn.kl_type=gold or uld, or algorithm=grpo with grpo.adv_estimator.name=opd, which compare texts"
     return Problem(key, "contradiction", f"{message} with the policy's tokenizer. Try {remedy}")
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.algorithms.universal_logits import LEAST, candidates
 from pipeline.data.packing import pack_each
 from pipeline.roles.regroup import regroup
 from pipeline.train.train_backend import Phase, TrainBackend
-from pipeline.types import Outputs, PackedBatch, Sample, Update
+from pipeline.types import Outputs, PackedBatch, Sample, TopK, Update
 
 
 def ask_teachers(
@@ -59,23 +60,56 @@ def _of_teacher(sample: Sample) -> Sample:
 
 
 def _of_sample(outputs: Outputs, samples: Sequence[Sample]) -> Outputs:
-    """Return a teacher's outputs for the samples' tokens: each token of a chunk has the log-prob of the whole chunk."""
+    """Return a teacher's outputs for the samples' tokens, if they have others than the samples.
+
+    Each token of a chunk has the log-prob of the whole chunk. The last has the teacher's most likely tokens, with the
+    log-probs of the whole chunk with such a token at its end.
+    """
     if all(sample.in_teacher is None for sample in samples):
         return outputs
-    assert outputs.logprobs is not None
+    lengths = [len(sample.tokens_of_teacher) for sample in samples]
+    parts = list(zip(*(tensor.split(lengths) for tensor in outputs.tensors()), strict=True))
+    translated = [for_tokens_of(part, sample) for part, sample in zip(parts, samples, strict=True)]
+    logprobs, *top_k = (torch.cat(tensors) for tensors in zip(*translated, strict=True))
+    return dataclasses.replace(outputs, logprobs=logprobs, top_k=TopK(*top_k) if top_k else None)
+
+
+def for_tokens_of(outputs: Sequence[torch.Tensor], sample: Sample) -> list[torch.Tensor]:
+    """Return one sequence's log-probs, and its tokens and log-probs of the top k if there are any, for the sample's tokens."""
+    if sample.in_teacher is None:
+        return [*outputs]
+    logprobs, *top_k = outputs
+    chunks, of_sample = sample.in_teacher.chunks, sample.in_teacher.chunks_of_sample
+    count = max(chunks.max(), of_sample.max()) + 2  # the last place is that of tokens outside chunks
+    last = np.zeros(count, np.int64)
+    last[chunks] = np.arange(len(chunks))  # the last of several
+    is_last = np.zeros(len(chunks), np.bool_)
+    is_last[last[chunks]] = True
+    arrays = (chunks.astype(np.int64) % count, of_sample.astype(np.int64) % count, last, is_last)
+    chunk, at, ends, ending = (torch.from_numpy(array).to(logprobs.device) for array in arrays)
+    sums = logprobs.new_zeros(count).index_add(0, chunk, logprobs)
+    if not top_k:
+        return [sums[at]]
+    earlier = logprobs.new_zeros(count).index_add(0, chunk, torch.where(ending, 0.0, logprobs.clamp(min=LEAST)))
+    tokens, of_tokens = top_k
+    return [sums[at], tokens[ends[at]], of_tokens[ends[at]] + earlier[at, None]]
+
+
+def with_candidates(batch: PackedBatch, own: TopK, matched: Mapping[str, torch.Tensor]) -> PackedBatch:
+    """Return a batch whose teachers' tokens, in their own ids, are replaced by the policy's tokens to compare.
+
+    own: the policy's most likely tokens. matched: by the teacher's name, see `candidates`; {} for kl_type=uld.
+    """
+    assert batch.teacher is not None
+    if not matched:
+        return dataclasses.replace(batch, teacher=candidates(batch.teacher, own, None))
     parts = []
-    for logprobs, sample in zip(outputs.logprobs.split([len(one.tokens_of_teacher) for one in samples]), samples, strict=True):
-        if sample.in_teacher is None:
-            parts.append(logprobs)
-            continue
-        chunks, of_sample = (
-            torch.from_numpy(numbers.astype(np.int64)).to(logprobs.device)
-            for numbers in (sample.in_teacher.chunks, sample.in_teacher.chunks_of_sample)
-        )
-        sums = logprobs.new_zeros(int(sample.in_teacher.chunks.max()) + 2)  # the last of those outside chunks
-        sums = sums.index_add(0, torch.where(chunks < 0, len(sums) - 1, chunks), logprobs)
-        parts.append(torch.where(of_sample < 0, 0.0, sums[of_sample]))
-    return dataclasses.replace(outputs, logprobs=torch.cat(parts))
+    for place, name in enumerate(batch.teachers):
+        rows = slice(int(batch.cu_seqlens[place]), int(batch.cu_seqlens[place + 1]))
+        given, ours = (TopK(each.tokens[rows], each.logprobs[rows]) for each in (batch.teacher, own))
+        parts.append(candidates(given, ours, matched[name]))
+    tokens, logprobs = torch.cat([part.tokens for part in parts]), torch.cat([part.logprobs for part in parts])
+    return dataclasses.replace(batch, teacher=TopK(tokens, logprobs))
 
 
 def _shared_plan(update: Update) -> list[list[int]]:

@@ -20,6 +20,7 @@ batches are
     one       a single sequence with a single counted token
     several   three rewards of the answers to four prompts, in groups of two to four; some do not vary in a group
     chunks    tokens in chunks of one to several, and one chunk of which the policy is sure
+    texts     one text in the tokens of two vocabularies, with whole distributions
     opposed   two rewards whose sum does not vary in the first group
     groups    rewards of one prompt each: all equal, one and two right of 16, one wrong of 4, two answers, one answer, a model's
 """

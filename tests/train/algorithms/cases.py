@@ -14,6 +14,7 @@ from pipeline.algorithms.algorithm import Algorithm
 from pipeline.config import Recipe, generates
 from pipeline.config.loading import complete
 from pipeline.config.policy import ServedTokenizerConfig, TeacherConfig
+from pipeline.data.teacher_text import at_chunk_ends
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Sample, TeacherTokens, Turn, VersionSpan
 from tests.models.cases import SHAPE
 
@@ -86,6 +87,13 @@ CASES: dict[str, dict[str, Any]] = {
         **TEACHERS,
         "on_policy_distillation": {"teachers": {"any": "qwen3", "other": f"qwen2{OTHER_TOKENS}"}},
     },
+    "distillation, two tokenizers": {
+        "algorithm": "distillation",
+        "distillation": {"topk_logits_k": 16},
+        "loss_fn": {"kl_type": "gold"},
+        **TEACHERS,
+        "on_policy_distillation": {"teachers": {"any": f"qwen3{OTHER_TOKENS}", "other": f"qwen2{OTHER_TOKENS}"}},
+    },
 }
 # Adam's step is as long for a small gradient as for a large one, so that rounding of what should be 0 would count as much as
 # all else. A large epsilon makes it nearly proportional to the gradient.
@@ -152,11 +160,19 @@ def samples(recipe: Recipe, algorithm: Algorithm, step: int) -> list[Sample]:
     if generates(recipe):
         drawn = algorithm.compute_advantages([_group(generator, number) for number in range(PROMPTS)])
         teachers = recipe.on_policy_distillation.teachers
-        return [_in_teacher(generator, one) if one.teacher and teachers[one.teacher].tokenizer.name else one for one in drawn]
+        drawn = [_in_teacher(generator, one) if one.teacher and teachers[one.teacher].tokenizer.name else one for one in drawn]
+        return [at_chunk_ends(sample) for sample in drawn] if algorithm.needs.own_top_k else drawn
     if algorithm.paired:
         return [sample for number in range(PAIRS) for sample in _pair(generator, number)]
     # The labels of answers, which only some algorithms read.
     return [_sample(generator, _tokens(generator, 3), float(i % 3 == 0)) for i in range(PROMPTS * ANSWERS // UPDATES)]
+
+
+def matched(recipe: Recipe) -> dict[str, np.ndarray]:
+    """Return teacher -> the policy's ids of its tokens with the same text: random two thirds of them."""
+    generator, vocabulary = np.random.default_rng(9), SHAPE["vocab_size"]
+    ids = {name: generator.permutation(vocabulary) for name in recipe.on_policy_distillation.teachers}
+    return {name: np.where(generator.random(vocabulary) < 2 / 3, of_teacher, -1) for name, of_teacher in ids.items()}
 
 
 def _tokens(generator: np.random.Generator, least: int, most: int = LONGEST // 2) -> np.ndarray:

@@ -94,7 +94,7 @@ def check_that_cases_are_meaningful(models: Path) -> None:
     for case in ("grpo, by sequences, KL, TIS", "reinforce++, KL in the reward"):
         assert most(case, "reference_kl") > 1e-4, case
     of_cases = dict.fromkeys(("grpo, two teachers", "grpo, two tokenizers"), "teacher_kl")
-    of_cases["distillation, two teachers"] = "forward_kl"
+    of_cases |= {"distillation, two teachers": "forward_kl", "distillation, two tokenizers": "matched_divergence"}
     for case, name in of_cases.items():
         of_teachers = most(case, f"{name}/any"), most(case, f"{name}/other")  # an estimate by tokens may be negative
         assert min(map(abs, of_teachers)) > 1e-3 and abs(of_teachers[0] / of_teachers[1] - 1) > 1e-2, case
