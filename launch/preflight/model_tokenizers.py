@@ -153,13 +153,14 @@ def teacher_problems(
         needs = build(recipe).needs
         if difference and needs.teacher_top_k and not needs.own_top_k:
             yield other_vocabulary(key, teacher.model_name, recipe.policy.tokenizer.name, difference)
-        elif difference or needs.own_top_k:
+            continue
+        if difference or needs.own_top_k:
             yield from _other_tokenizer(recipe, section, model, tokenizer, pending)
             if notes is not None:
-                differs = f"its vocabulary differs from the policy's: {difference}" if difference else "it reads texts"
-                what = "distributions at the ends of" if needs.own_top_k else "advantages of"
+                differs = f"its vocabulary differs from the policy's: {difference}; " if difference else ""
+                what = "distributions at the ends of" if needs.own_top_k else "log-probs of"
                 notes.append(
-                    f"{section}: {differs}. Prompts are in its own chat template; the loss compares {what} chunks of text"
+                    f"{section}: {differs}it reads texts in its own tokens, and the loss compares {what} chunks of text"
                 )
             continue
         teacher_rows = rows(section, model, pending)
@@ -183,9 +184,13 @@ def _other_tokenizer(
     recipe: Recipe, section: str, model: PolicyConfig, student_file: Path | None, pending: Sequence[os.PathLike]
 ) -> Iterator[Problem]:
     """Yield the problems of a teacher with another tokenizer than the policy's."""
-    reading = yield from _check(recipe, section, model, pending)
+    reading, top_k = (yield from _check(recipe, section, model, pending)), build(recipe).needs.teacher_top_k
     if reading:
         yield from _too_large(reading, f"{section}.tokenizer.name", f"{section}.model_name", reading.rows)
+        least = min(reading.rows or top_k, rows("policy", recipe.policy, pending) or top_k)
+        if least < top_k:
+            message = f"got {top_k}; expected at most {least}, the smaller vocabulary of policy and {section}"
+            yield Problem(f"{recipe.algorithm}.topk_logits_k", "too-large", message)
         teacher_file = reading.tokenizer.vocabulary_file
         for key, file in (("policy.tokenizer.name", student_file), (f"{section}.tokenizer.name", teacher_file)):
             try:

@@ -102,7 +102,7 @@ class StepOperations:
     def train(self, samples: Sequence[Sample], models: Sequence[str]) -> ModelWork:
         """Return the operations of the train ranks in a step on these samples. models: the models that are updated."""
         lengths, needs, policy = [len(sample.tokens) for sample in samples], self._needs, self._models["policy"]
-        total = policy.forward(lengths) * (self._old_share + needs.reference + 2 * needs.mismatched)
+        total = policy.forward(lengths) * (self._old_share + needs.reference + 2 * needs.mismatched + needs.own_top_k)
         critic = self._models.get("value")
         if needs.critic and critic:
             total += critic.forward(lengths)

@@ -59,6 +59,8 @@ def test_each_of_several_teachers_needs_the_policys_tokenizer(several, tmp_path)
         (None, {}, {("data.apply_chat_template", "missing-value")}),
         ("{{ 7 }}", {}, {("on_policy_distillation.teachers.second.tokenizer.chat_template", "unsupported")}),
         ("{{ messages[0].content }}", {"max_rollout_turns": 2}, {("grpo.max_rollout_turns", "unsupported")}),
+        ("{{ messages[0].content }}", {"topk_logits_k": 40}, set()),
+        ("{{ messages[0].content }}", {"topk_logits_k": 41}, {("distillation.topk_logits_k", "too-large")}),
     ],
 )
 def test_a_teacher_that_reads_texts_may_have_another_tokenizer(several, tmp_path, template, keys, expected):
@@ -66,14 +68,21 @@ def test_a_teacher_that_reads_texts_may_have_another_tokenizer(several, tmp_path
         vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
     tokens(tmp_path / "other", swap)
-    (tmp_path / "other/tokenizer_config.json").write_text(json.dumps({"chat_template": template} if template else {}))
-    section = dataclasses.replace(several.grpo, adv_estimator=config.AdvantageConfig("opd"), **keys)
+    for name in ("teacher", "other"):
+        settings = {"chat_template": template} if template else {}
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(settings))
+    section = dataclasses.replace(several.grpo, adv_estimator=config.AdvantageConfig("opd"))
     recipe = dataclasses.replace(several, algorithm="grpo", grpo=section)
+    if "topk_logits_k" in keys:
+        recipe = dataclasses.replace(several, loss_fn=dataclasses.replace(several.loss_fn, kl_type="gold"))
+    section = dataclasses.replace(config.section(recipe), **keys)
+    recipe = dataclasses.replace(recipe, **{recipe.algorithm: section})
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, apply_chat_template=True))
     notes = []
     found = named(model_tokenizers.teacher_problems(recipe, tmp_path / "teacher/tokenizer.json", [], notes))
     assert found == expected
-    assert [note.partition(":")[0] for note in notes] == ["on_policy_distillation.teachers.second"]
+    assert notes[-1].startswith("on_policy_distillation.teachers.second: its vocabulary differs")
+    assert len(notes) == 1 + ("topk_logits_k" in keys)  # then all teachers read texts
 
 
 def tokens(folder, change):

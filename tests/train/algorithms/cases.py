@@ -95,6 +95,8 @@ CASES: dict[str, dict[str, Any]] = {
         "on_policy_distillation": {"teachers": {"any": f"qwen3{OTHER_TOKENS}", "other": f"qwen2{OTHER_TOKENS}"}},
     },
 }
+FROM_ITSELF = "distillation, from itself"
+"""GOLD with the policy as the teacher, which reads the policy's own tokens in chunks: no distribution differs."""
 # Adam's step is as long for a small gradient as for a large one, so that rounding of what should be 0 would count as much as
 # all else. A large epsilon makes it nearly proportional to the gradient.
 OPTIMIZER = {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.1, "eps": 1.0, "weight_decay": 0.01}}
@@ -102,7 +104,10 @@ OPTIMIZER = {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.1, "eps": 1.0, "wei
 
 def recipe(case: str, model: Path, teacher: Path, layout: dict[str, Any]) -> Recipe:
     """Return an algorithm's recipe. layout: changes of a recipe, as nested dicts."""
-    sections = dict(CASES[case])
+    sections = dict(CASES["distillation, two tokenizers" if case == FROM_ITSELF else case])
+    if case == FROM_ITSELF:
+        teachers = dict.fromkeys(ENVIRONMENTS, f"{model.name}{OTHER_TOKENS}")
+        sections["on_policy_distillation"] = {"teachers": teachers}
     if several := sections.get("on_policy_distillation"):
         teachers = {name: _teacher(teacher.parent, described) for name, described in several["teachers"].items()}
         sections["on_policy_distillation"] = {"teachers": teachers}
@@ -160,7 +165,9 @@ def samples(recipe: Recipe, algorithm: Algorithm, step: int) -> list[Sample]:
     if generates(recipe):
         drawn = algorithm.compute_advantages([_group(generator, number) for number in range(PROMPTS)])
         teachers = recipe.on_policy_distillation.teachers
-        drawn = [_in_teacher(generator, one) if one.teacher and teachers[one.teacher].tokenizer.name else one for one in drawn]
+        itself = any(teacher.model_name == recipe.policy.model_name for teacher in teachers.values())
+        others = {name for name, teacher in teachers.items() if teacher.tokenizer.name}
+        drawn = [_in_teacher(generator, one, itself) if one.teacher in others else one for one in drawn]
         return [at_chunk_ends(sample) for sample in drawn] if algorithm.needs.own_top_k else drawn
     if algorithm.paired:
         return [sample for number in range(PAIRS) for sample in _pair(generator, number)]
@@ -171,7 +178,10 @@ def samples(recipe: Recipe, algorithm: Algorithm, step: int) -> list[Sample]:
 def matched(recipe: Recipe) -> dict[str, np.ndarray]:
     """Return teacher -> the policy's ids of its tokens with the same text: random two thirds of them."""
     generator, vocabulary = np.random.default_rng(9), SHAPE["vocab_size"]
-    ids = {name: generator.permutation(vocabulary) for name in recipe.on_policy_distillation.teachers}
+    teachers = recipe.on_policy_distillation.teachers
+    if any(teacher.model_name == recipe.policy.model_name for teacher in teachers.values()):
+        return {name: np.where(np.arange(vocabulary) % 3, np.arange(vocabulary), -1) for name in teachers}
+    ids = {name: generator.permutation(vocabulary) for name in teachers}
     return {name: np.where(generator.random(vocabulary) < 2 / 3, of_teacher, -1) for name, of_teacher in ids.items()}
 
 
@@ -191,8 +201,11 @@ def _rollout(generator: np.random.Generator, name: str) -> Rollout:
     return Rollout((Turn(Completion(name, tokens, logprobs, (VersionSpan(0, len(tokens)),), "stop")),), generator.normal())
 
 
-def _in_teacher(generator: np.random.Generator, sample: Sample) -> Sample:
-    """Return the sample with random tokens of its teacher: chunks of one to three tokens on both sides, and one left out."""
+def _in_teacher(generator: np.random.Generator, sample: Sample, itself: bool) -> Sample:
+    """Return the sample with random tokens of its teacher: chunks of one to three tokens on both sides, and one left out.
+
+    itself: the teacher is the policy, and has the same tokens.
+    """
     drawn = np.flatnonzero(sample.loss_mask)
     of_drawn = np.cumsum(generator.random(len(drawn)) < 0.6)  # the chunks begin at 0 or 1
     of_sample = np.full(len(sample.tokens), -1, np.int32)
@@ -201,7 +214,10 @@ def _in_teacher(generator: np.random.Generator, sample: Sample) -> Sample:
     chunks = np.repeat(counted, generator.integers(1, 4, len(counted)))
     before = _tokens(generator, 1)
     tokens = np.concatenate([before, generator.integers(0, SHAPE["vocab_size"], len(chunks))]).astype(np.int32)
-    in_teacher = TeacherTokens(tokens, np.concatenate([np.full(len(before), -1), chunks]).astype(np.int32), of_sample)
+    if itself:
+        in_teacher = TeacherTokens(sample.tokens, of_sample, of_sample)
+    else:
+        in_teacher = TeacherTokens(tokens, np.concatenate([np.full(len(before), -1), chunks]).astype(np.int32), of_sample)
     mask = sample.loss_mask & (of_sample >= 0)
     return replace(sample, in_teacher=in_teacher, loss_mask=mask, logprobs=np.where(mask, sample.logprobs, 0))
 

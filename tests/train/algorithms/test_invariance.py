@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.cases import write_models
-from tests.train.algorithms.cases import CASES
+from tests.train.algorithms.cases import CASES, FROM_ITSELF
 from tests.train.algorithms.invariance import (
     FOUR_RANKS,
     OF_EXPERTS,
@@ -67,6 +67,13 @@ def test_every_algorithm(models):
     for setup, cases in QUICK.items():
         measured(setup, cases, models)
         check({case: {setup.name: difference(setup, case, models)} for case in cases})
+
+
+def test_a_teacher_that_is_the_policy_teaches_nothing(models):
+    """Also at the ends of chunks of several tokens."""
+    measured(ONE_RANK, (FROM_ITSELF,), models)
+    first = result(ONE_RANK, FROM_ITSELF, models).metrics[0]
+    assert 0 <= first["loss"] < 1e-5 and first["matched_divergence"] == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.full
