@@ -81,7 +81,8 @@ def teacher_advantages(batch: PackedBatch) -> torch.Tensor:
 
         A_t = (log pi_teacher(c) - log pi_old(c)) log pi_old(y_t) / log pi_old(c)        for token t of chunk c
 
-    So the advantages of a chunk add up to this difference, and a token that the policy is sure of has none.
+    So the advantages of a chunk add up to this difference, and a token that the policy is sure of has none. (The gradient of a
+    chunk's divergence would give each of its tokens the whole difference.)
     """
     assert batch.teacher_logprobs is not None and batch.old_logprobs is not None
     old = apply_mask(batch.old_logprobs, batch)

