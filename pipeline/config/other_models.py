@@ -132,6 +132,12 @@ def teacher_policy(recipe: Recipe, model: TeacherConfig) -> PolicyConfig:
     return _with_policy_layout(recipe, model, **own)
 
 
+def teacher_policies(recipe: Recipe) -> dict[str, PolicyConfig]:
+    """Return section of the recipe -> teacher as a policy's configuration, for all teachers that train ranks load."""
+    named = {teacher_section(name): model for name, model in teachers(recipe).items() if model.model_name is not None}
+    return {section: teacher_policy(recipe, model) for section, model in named.items()}
+
+
 def reward_model_policy(recipe: Recipe) -> PolicyConfig:
     """Return the reward model as a policy's configuration. The recipe must have one."""
     environment = reward_model(recipe)
@@ -223,7 +229,7 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
     needs = build(recipe).needs
     if needs.critic:
         found["value"] = critic(recipe)
-    found |= {teacher_section(name): teacher_policy(recipe, model) for name, model in teachers(recipe).items()}
+    found |= teacher_policies(recipe)
     if name := reward_environment(recipe):
         found[f"env.{name}"] = reward_model_policy(recipe)
     return {section: model for section, model in found.items() if model.model_name is not None}  # null is refused elsewhere

@@ -12,6 +12,7 @@ from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Recipe
 from pipeline.data.chat import load_tokenizer
+from pipeline.data.rendering import TemplateRefusal
 from pipeline.data.stop_tokens import model_file
 from pipeline.data.teacher_text import NotAligned, TeacherText, at_chunk_ends, unscored
 from pipeline.data.token_alignment import other_vocabulary, vocabulary_difference
@@ -75,7 +76,7 @@ class TeacherSamples:
             if counted := int(sample.loss_mask.sum()):
                 try:
                     aligned = text.write(prompt, rollout, sample)
-                except (NotAligned, ValueError) as error:
+                except (NotAligned, TemplateRefusal) as error:
                     self._log(f"prompt {prompt.index}: its teacher does not score an answer: {error}")
                 before.append(counted)
                 after.append(int(aligned.loss_mask.sum()))

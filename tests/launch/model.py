@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import yaml
 from safetensors.numpy import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from pipeline.models.tensors import tensors
 
@@ -20,7 +20,7 @@ def write_model(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     letters = {letter: i for i, letter in enumerate("?abcdefghijklmnopqrstuvwxyz 0123456789+=")}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 

@@ -69,6 +69,8 @@ def test_a_teacher_that_reads_texts_may_have_another_tokenizer(several, tmp_path
 
     tokens(tmp_path / "other", swap)
     for name in ("teacher", "other"):
+        path = tmp_path / name / "tokenizer.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder": {"type": "Fuse"}}))
         settings = {"chat_template": template} if template else {}
         (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(settings))
     section = dataclasses.replace(several.grpo, adv_estimator=config.AdvantageConfig("opd"))
