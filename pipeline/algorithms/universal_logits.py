@@ -66,9 +66,10 @@ def universal_logit_loss(
 
     The loss counts the last token of each chunk. teachers: see `distillation_loss`.
     """
-    assert batch.teacher is not None and outputs.top_k is not None and outputs.logprobs is not None and batch.chunks is not None
+    assert batch.teacher is not None and outputs.top_k is not None and outputs.logprobs is not None
     is_token = batch.teacher.tokens != NO_TOKEN
-    earlier = earlier_logprobs(outputs.logprobs, batch.loss_mask, batch.chunks)
+    chunks = torch.arange(len(is_token), device=is_token.device) if batch.chunks is None else batch.chunks  # None: no sequence
+    earlier = earlier_logprobs(outputs.logprobs, batch.loss_mask, chunks)
     policy = torch.where(is_token, outputs.top_k.logprobs + earlier[:, None], -torch.inf)
     teacher, columns = batch.teacher.logprobs, policy.shape[1] // 2 if config.kl_type == "gold" else 0
     ranked = policy[:, columns:].exp().sort(-1, descending=True).values

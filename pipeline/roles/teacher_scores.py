@@ -103,11 +103,11 @@ def with_candidates(batch: PackedBatch, own: TopK, matched: Mapping[str, torch.T
     assert batch.teacher is not None
     if not matched:
         return dataclasses.replace(batch, teacher=candidates(batch.teacher, own, None))
-    parts = []
+    parts, one = [], next(iter(matched.values()))  # for an empty microbatch, which has no teacher
     for place, name in enumerate(batch.teachers):
         rows = slice(int(batch.cu_seqlens[place]), int(batch.cu_seqlens[place + 1]))
         given, ours = (TopK(each.tokens[rows], each.logprobs[rows]) for each in (batch.teacher, own))
-        parts.append(candidates(given, ours, matched[name]))
+        parts.append(candidates(given, ours, matched.get(name, one)))
     tokens, logprobs = torch.cat([part.tokens for part in parts]), torch.cat([part.logprobs for part in parts])
     return dataclasses.replace(batch, teacher=TopK(tokens, logprobs))
 

