@@ -194,14 +194,14 @@ def _other_tokenizer(
         teacher_file = reading.tokenizer.vocabulary_file
         for key, file in (("policy.tokenizer.name", student_file), (f"{section}.tokenizer.name", teacher_file)):
             try:
-                TokenBytes(read_tokenizer(file)) if file else None
+                _ = file and TokenBytes(read_tokenizer(file))
             except ValueError as error:
                 yield Problem(key, "unsupported", str(error))
     section_of_run = config.section(recipe)
     assert isinstance(section_of_run, config.OnlineConfig)  # only these have teachers
     if (turns := section_of_run.max_rollout_turns) > 1:
-        message = f"got {turns}; expected 1, since {section} has another tokenizer, which reads one answer to a prompt"
+        message = f"got {turns}; expected 1, since {section} reads the text of one answer to a prompt"
         yield Problem(f"{recipe.algorithm}.max_rollout_turns", "unsupported", message)
     if recipe.rollout:
-        message = f"got a function; expected null, since {section} has another tokenizer, which reads one answer to a prompt"
+        message = f"got a function; expected null, since {section} reads the text of one answer to a prompt"
         yield Problem("rollout", "unsupported", message)

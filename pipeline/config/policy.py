@@ -229,13 +229,16 @@ class ValueConfig:
 
 @dataclass
 class TeacherConfig:
-    """Distillation's teacher. With algorithm=distillation it must have the policy's vocabulary."""
+    """Distillation's teacher.
+
+    Its vocabulary may differ from the policy's with grpo.adv_estimator.name=opd, and with loss_fn.kl_type=gold or uld.
+    """
 
     model_name: Line | None = None
     """A folder, a GGUF file, or a Hugging Face name whose files are in the local cache."""
     hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
     tokenizer: ServedTokenizerConfig = field(default_factory=ServedTokenizerConfig)
-    """Used if its vocabulary differs from the policy's: the teacher then reads prompts in its own chat template."""
+    """Read if the vocabulary differs from the policy's, or with loss_fn.kl_type=gold or uld."""
     max_total_sequence_length: Positive = interpolation("${policy.max_total_sequence_length}")
     """Maximum tokens of prompt and answer together in the teacher's own tokenizer. Longer answers are not learned from."""
     precision: Precision = interpolation("${policy.precision}")
@@ -248,8 +251,7 @@ class TeacherConfig:
 class TeachersConfig:
     """Several teachers. One of them scores each sample: that of the sample's environment.
 
-    With algorithm=grpo a teacher may have another vocabulary than the policy; answers are then tokenized again for it. The loss
-    is one mean over all tokens of the step. Checkpoints have no teachers.
+    The loss is one mean over all tokens of the step. Checkpoints have no teachers.
     """
 
     teachers: dict[str, TeacherConfig] = field(default_factory=dict)

@@ -77,14 +77,15 @@ class TeacherText:
 
         Special and other added tokens have the same text only if both tokenizers add them. Of several ids, the lowest counts.
         """
-        ours: dict[tuple[bytes, bool], int] = {}
-        for id in sorted(self._tokenizer.get_vocab().values()):
-            ours.setdefault((self._bytes.of([id])[0], id in self._tokenizer.added_tokens_decoder), id)
-        ids = sorted(self._teacher.get_vocab().values())
-        matched = np.full(ids[-1] + 1, -1, np.int32)
-        added = self._teacher.added_tokens_decoder
-        for id, text in zip(ids, self._teacher_bytes.of(ids), strict=True):
-            matched[id] = ours.get((text, id in added), -1)
+        added, of_policy = self._teacher.added_tokens_decoder, self._tokenizer.added_tokens_decoder
+        known: dict[tuple[bytes, bool], int] = {}
+        ours, theirs = (sorted(one.get_vocab().values()) for one in (self._tokenizer, self._teacher))
+        for id, text in zip(ours, self._bytes.of(ours), strict=True):
+            known.setdefault((text, id in of_policy), id)
+        matched = np.full(theirs[-1] + 1, -1, np.int32)
+        matched[theirs] = [
+            known.get((text, id in added), -1) for id, text in zip(theirs, self._teacher_bytes.of(theirs), strict=True)
+        ]
         return matched
 
     def write(self, prompt: Prompt, rollout: Rollout, sample: Sample) -> Sample:

@@ -56,7 +56,7 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._added = {id: token.content for id, token in tokenizer.get_added_tokens_decoder().items()}
         self._known: dict[int, bytes] = {}
-        steps = list(_steps(json.loads(tokenizer.to_str())["decoder"]))
+        steps = list(_steps(tokenizer.decoder and json.loads(tokenizer.decoder.__getstate__())))
         kinds = {step["type"] for step in steps}
         if not kinds or kinds - {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}:
             kind = ", ".join(sorted(kinds)) or "none"
@@ -144,7 +144,8 @@ def places_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarr
 
     Of several tokens of one character only the last one ends with it.
     """
-    sizes = [len(character.encode()) for character in text]
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    sizes = 1 + sum((codes > most).astype(np.int64) for most in (0x7F, 0x7FF, 0xFFFF))  # bytes in UTF-8
     bytes_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
     begins, ends = extents(list(offsets), len(text))
     follows = np.concatenate([begins[1:], np.full(1, len(text))])[: len(ends)]
