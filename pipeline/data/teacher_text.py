@@ -7,13 +7,16 @@ the policy ended its turn with a stop token, the teacher's text ends with the to
 a template with its end-of-sequence token, and the two ends are a chunk.
 
 Not learned from, each for its own tokens: text that the policy did not draw, such as the end of a cut thought; bytes that form
-no character; unknown tokens of the teacher. Not learned from as a whole: episodes of several turns, prompts that the teacher's
-template refuses, texts above the teacher's max_total_sequence_length.
+no character; characters that the teacher's tokenizer does not know or drops. Not learned from as a whole: episodes of several
+turns, prompts that the teacher's template refuses, texts above the teacher's max_total_sequence_length.
+
+Not handled: text that only one of two templates writes for the assistant, such as a <think> at the beginning.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +67,6 @@ class TeacherText:
         self._space = _space_before_answer(of_policy) if chat else ""  # that the policy draws with an answer
         self._teacher_space = _space_before_answer(self._template) if chat else ""
         self._end = self._end_of_turn(model.tokenizer.chat_template_kwargs or {})
-        self._unknown: Any = self._teacher.unk_token_id
         self._prompts: dict[int, tuple[str, list[int]]] = {}  # by index, of the last prompt
 
     def _end_of_turn(self, template_kwargs: dict[str, Any]) -> list[int]:
@@ -103,16 +105,30 @@ class TeacherText:
         answer, shift = spelled.text[len(skip) :], 2 * len(skip.encode())
         ours = np.maximum(spelled.ends - shift, 0)
         broken = [(begin - shift, end - shift) for begin, end in spelled.broken]
-        answered, theirs, unknown = self._answer(text, answer)
+        answered, theirs, exact = self._answer(text, answer)
         end = 2 * len(answer.encode()) + 2
         if ended:
             ours = np.append(ours, end if self._end else end + 1)
             answered, theirs = [*answered, *self._end], np.append(theirs, [end] * len(self._end))
-            unknown = np.append(unknown, [False] * len(self._end))
         if len(before) + len(answered) > self._limit:
             raise NotAligned(f"it has {len(before) + len(answered)} tokens of the teacher; expected at most {self._limit}")
         chunks, chunks_of_teacher = chunk_numbers(ours, theirs, broken)
-        return _with_chunks(sample, len(prompt.tokens), chunks, np.asarray([*before, *answered]), chunks_of_teacher, unknown)
+        altered = set() if exact else self._altered(answered, theirs, chunks_of_teacher, answer)
+        return _with_chunks(sample, len(prompt.tokens), chunks, np.asarray([*before, *answered]), chunks_of_teacher, altered)
+
+    def _altered(self, tokens: Sequence[int], ends: np.ndarray, chunks: np.ndarray, answer: str) -> set[int]:
+        """Return the chunks whose tokens have another text than the answer there, apart from spaces, case and NFKC.
+
+        ends: the place where each token ends. Such chunks have unknown tokens, or characters that the tokenizer drops.
+        """
+        pieces, text, altered = self._teacher_bytes.of(tokens), answer.encode(), set()
+        for number in np.unique(chunks[(chunks != NO_CHUNK) & (ends <= 2 * len(text))]).tolist():
+            places = np.flatnonzero(chunks == number)
+            begin = int(ends[places[0] - 1]) // 2 if places[0] else 0
+            spelled = b"".join(pieces[place] for place in places)
+            if _folded(spelled) != _folded(text[begin : int(ends[places[-1]]) // 2]):
+                altered.add(number)
+        return altered
 
     def _prompt(self, prompt: Prompt) -> tuple[str, list[int]]:
         """Return a prompt's text, and its tokens of the teacher. Consecutive samples of a prompt share them."""
@@ -130,8 +146,8 @@ class TeacherText:
             self._prompts = {prompt.index: (text, tokens)}
         return self._prompts[prompt.index]
 
-    def _answer(self, before: str, answer: str) -> tuple[list[int], np.ndarray, np.ndarray]:
-        """Return an answer's tokens of the teacher, the places where they end, and which of them are unknown tokens.
+    def _answer(self, before: str, answer: str) -> tuple[list[int], np.ndarray, bool]:
+        """Return an answer's tokens of the teacher, the places where they end, and whether they spell exactly the answer.
 
         The answer is tokenized after the end of the prompt's text, so that no tokenizer takes it for the beginning of a text.
         If a token would span the border, as no sampled token does, it is tokenized alone.
@@ -147,8 +163,7 @@ class TeacherText:
             tokens, places = self._tokens(text)
         places = np.maximum(places - 2 * len(lead.encode()), 0)
         exact = self._exact_places(tokens, lead, answer)
-        unknown = np.array([token == self._unknown for token in tokens], bool)
-        return tokens, places if exact is None else exact, unknown
+        return tokens, places if exact is None else exact, exact is not None
 
     def _tokens(self, text: str) -> tuple[list[int], np.ndarray]:
         """Return the tokens of an escaped text, and the place where each ends by the tokenizer's offsets."""
@@ -195,6 +210,10 @@ def _space_before_answer(template: ChatTemplate) -> str:
     return space if found and before.startswith(asked) and space.isspace() else ""
 
 
+def _folded(text: bytes) -> str:
+    return unicodedata.normalize("NFKC", text.decode(errors="replace")).replace(" ", "").casefold()
+
+
 def unscored(sample: Sample) -> Sample:
     """Return a sample from which nothing is learned. Its teacher reads one token."""
     none = np.full(len(sample.tokens), NO_CHUNK, np.int32)
@@ -215,15 +234,16 @@ def _with_chunks(
     chunks: np.ndarray,
     tokens: np.ndarray,
     chunks_of_teacher: np.ndarray,
-    unknown: np.ndarray,
+    altered: set[int],
 ) -> Sample:
     """Return the sample with its teacher's tokens. prompt: tokens of the sample's prompt. chunks: of the tokens after them.
 
-    tokens: the teacher's. chunks_of_teacher, unknown: of the last of them. A chunk counts if the loss counts all its tokens.
+    tokens: the teacher's. chunks_of_teacher: of the last of them. altered: chunks that do not count. Others count if the loss
+    counts all their tokens.
     """
     before = np.full(prompt, NO_CHUNK)
     of_sample = np.concatenate([before, chunks])
-    left_out = {*of_sample[~sample.loss_mask].tolist(), *chunks_of_teacher[unknown].tolist()}
+    left_out = altered | {*of_sample[~sample.loss_mask].tolist()}
     of_teacher = np.concatenate([np.full(len(tokens) - len(chunks_of_teacher), NO_CHUNK), chunks_of_teacher])
     parts = [
         np.where(np.isin(of_side, list(left_out)), NO_CHUNK, of_side).astype(np.int32) for of_side in (of_teacher, of_sample)

@@ -56,7 +56,7 @@ def metaspace() -> PreTrainedTokenizerFast:
 @functools.cache
 def trained(kind: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer that was trained on a few words: "bytes, N tokens" is like GPT-2's, "sentencepiece" like Llama 2's,
-    "letters" like that of the tiny recipes.
+    "letters" like that of the tiny recipes. "normalized" after the number: in a normal form of Unicode, and without any #.
 
     A sentencepiece tokenizer puts a space before a text, and writes unknown characters as bytes.
     """
@@ -84,6 +84,8 @@ def trained(kind: str) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = BpeTrainer(vocab_size=int(size.split()[0]), initial_alphabet=ByteLevel.alphabet(), show_progress=False)
     tokenizer.train_from_iterator(corpus, trainer)
+    if size.endswith("normalized"):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("#", "")])
     return _with_special(tokenizer)
 
 

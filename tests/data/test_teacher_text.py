@@ -145,6 +145,18 @@ def test_unknown_tokens_of_the_teacher_do_not_count(tmp_path: Path) -> None:
     )
 
 
+def test_text_that_the_teachers_tokenizer_changes(tmp_path: Path) -> None:
+    """A normal form is the same text; a chunk in which the tokenizer drops a character does not count."""
+    student, teacher, text = sides(tmp_path, {"kind": "bytes, 300 tokens"}, {"kind": "bytes, 400 tokens, normalized"})
+    tokens = student.ids("the e\u0301t\u00e9 \u00bd #thing")
+    sample = text.write(*sampled([*tokens, student.end]))
+    _, texts, _ = chunks_of(teacher, sample)
+    assert "".join(texts).startswith("the \u00e9t\u00e9 1\u20442") and texts[-1] == END
+    spelled = [student.tokenizer.decode([token]) for token in tokens]
+    lost = [place for place, learned in enumerate(sample.loss_mask[2:-1]) if not learned]
+    assert "".join(spelled[place] for place in lost) in (" #thing", "#thing", "#")
+
+
 def test_thoughts_that_were_cut(tmp_path: Path) -> None:
     """The inserted end of thinking is text, from which nothing is learned."""
     student, teacher, text = sides(tmp_path, {"kind": "bytes, 300 tokens"}, {"kind": "bytes, 400 tokens"})
