@@ -65,7 +65,8 @@ def run_online(
             if len(groups) < section.num_prompts_per_step:
                 progress.step_not_full(step, len(groups), section.num_prompts_per_step)
                 break
-            samples = algorithm.compute_advantages(groups)
+            samples, aligned = run.teacher_samples.write(groups, algorithm.compute_advantages(groups))
+            values |= aligned
             with metrics.clock("train"), colocation.training():
                 values |= learn(run, algorithm, samples, algorithm.trains(step))
             step += 1

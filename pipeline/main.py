@@ -21,6 +21,7 @@ from pipeline.coordination.run_logger import RunLogger
 from pipeline.coordination.run_progress import RunProgress
 from pipeline.coordination.run_saver import RunSaver
 from pipeline.coordination.scoring import Scoring
+from pipeline.coordination.teacher_samples import TeacherSamples
 from pipeline.coordination.training_run import TrainingRun
 from pipeline.coordinator import run_offline, run_online
 from pipeline.data import epochs
@@ -171,6 +172,8 @@ def _coordinate(
         tokenizer=tokenizer,
         monitor=monitor,
     )
+    if algorithm.needs.own_top_k and recipe.loss_fn.kl_type == "gold":
+        train.call(TrainRole.match_tokens, run.teacher_samples.matched).result()
     if config.generates(recipe):
         engines = [RpcGroup(client, world, engine, GenerateRole, timeouts) for engine in workers.engines]
         judge = _judge(recipe, train, data_ranks, reward, judges, tokenizer)
@@ -230,6 +233,7 @@ def _training_run(
         logger=logger,
         saver=saver,
         progress=RunProgress(recipe, deadline, attempt, saver),
+        teacher_samples=TeacherSamples(recipe, tokenizer),
     )
 
 

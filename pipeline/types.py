@@ -227,6 +227,18 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class TeacherTokens:
+    """A sample's text in the M tokens of a teacher with another vocabulary. Chunks are pieces of text, in both tokens.
+
+    A chunk is compared if both models score all of its text; -1 stands for tokens of the other text.
+    """
+
+    tokens: np.ndarray  # [M] int32
+    chunks: np.ndarray  # [M] int32: the number of each token's chunk
+    chunks_of_sample: np.ndarray  # [L] int32: likewise of the sample's tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One sequence to train on. L = length of prompt and completion together."""
 
@@ -237,7 +249,13 @@ class Sample:
     # The rollout's; of a pair's chosen answer, its margin over the rejected one, which comes next; of a labeled one, 1 or 0.
     reward: float = 0.0
     teacher: str = ""  # the name of the one of several teachers that scores it
+    in_teacher: TeacherTokens | None = None  # None: its teacher reads its tokens
     experts: np.ndarray | None = None  # [N, E, K]: see Completion.experts, of the first N tokens; NO_EXPERT for none
+
+    @property
+    def tokens_of_teacher(self) -> np.ndarray:
+        """The tokens that the sample's teacher reads, [M] int32."""
+        return self.tokens if self.in_teacher is None else self.in_teacher.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,8 +354,9 @@ class PackedBatch:
     reference_logprobs: torch.Tensor | None = None  # [T] float32, by the frozen reference policy; never truncated
     old_values: torch.Tensor | None = None  # [T] float32, by the critic before this step's first update; after token t
     returns: torch.Tensor | None = None  # [T] float32: the target of the critic's value *before* token t
-    teacher: TopK | None = None  # the teacher's most likely tokens
-    teacher_logprobs: torch.Tensor | None = None  # [T] float32, by the sample's teacher
+    teacher: TopK | None = None  # the teacher's most likely tokens; -1 for none, see universal_logits.candidates
+    teacher_logprobs: torch.Tensor | None = None  # [T] float32, by the sample's teacher, of the token's chunk
+    chunks: torch.Tensor | None = None  # [T] int64: the first token of each token's chunk; None: each token is a chunk
     teachers: tuple[str, ...] = ()  # [S] the names of the samples' teachers, see Sample.teacher
     experts: torch.Tensor | None = None  # [T, E, K] int32, see Sample.experts; the policy's routers choose them
     balance: torch.Tensor | None = None  # [S] float32: weights of load-balancing losses (load_balancing.py); None: no such loss

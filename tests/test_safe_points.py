@@ -79,6 +79,7 @@ class Steps:
             logger=self.logger,
             saver=self.saver,
             progress=RunProgress(recipe, self.deadline, self.attempt, self.saver),
+            teacher_samples=None,
         )
         self.lines = run_dir / "metrics.jsonl"
 

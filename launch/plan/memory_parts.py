@@ -181,6 +181,7 @@ def rank_batches(recipe: Recipe, data_ranks: int) -> RankBatches:
         train, forward = packing.train_tokens, packing.logprob_mb_tokens
     train, forward = min(train, update), min(forward, update)
     fields = (3 if needs.critic else 2) + needs.teacher_logprobs
-    token = TOKEN_BYTES + fields * FIELD_BYTES + TEACHER_BYTES * needs.teacher_top_k
+    columns = needs.teacher_top_k * (2 if needs.own_top_k else 1)
+    token = TOKEN_BYTES + fields * FIELD_BYTES + TEACHER_BYTES * columns
     step = -(-algorithm.samples_per_step // data_ranks) * longest
     return RankBatches(train, forward, -(-update // train), step * token)

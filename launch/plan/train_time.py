@@ -242,6 +242,8 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
     if critic:
         step_phases.append(Phase("train", "values of the critic", *forward_pass(critic, count)))
     step_phases += _teacher_phases(recipe, jobs, count)
+    if algorithm.needs.own_top_k:
+        step_phases.append(Phase("train", "top k of the policy", *forward_pass(policy, count)))
     if algorithm.needs.head == "values":
         policy = replace(policy, head=False)
     times = algorithm.updates_per_step

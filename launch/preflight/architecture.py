@@ -308,7 +308,9 @@ def _check_attention(recipe: Recipe, section: str, policy: PolicyConfig, model: 
     limit = _longest(model)
     if limit and policy.max_total_sequence_length > limit and not _extrapolates(recipe, model):
         message = f"got {policy.max_total_sequence_length}; expected at most {limit}, {owner} max_position_embeddings"
-        yield Problem("policy.max_total_sequence_length", "too-large", message)
+        own = policy.max_total_sequence_length != recipe.policy.max_total_sequence_length
+        teacher = own and section in config.teacher_policies(recipe)
+        yield Problem(f"{section if teacher else 'policy'}.max_total_sequence_length", "too-large", message)
 
 
 def _owner(section: str) -> str:

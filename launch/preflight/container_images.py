@@ -232,8 +232,13 @@ def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike]) -> Iterato
     if rewarded and _holds(recipe, name, f"env.{rewarded}", rewarded):
         key = f"env.{rewarded}.tokenizer.name"
         yield from _model_paths(f"the tokenizer of {key}", key, config.reward_model_policy(recipe).tokenizer.name, pending)
+    teachers = config.teacher_policies(recipe) if name == "train" else {}
+    for section, teacher in teachers.items():
+        if teacher.tokenizer.name != teacher.model_name:
+            key = f"{section}.tokenizer.name"
+            yield from _model_paths(f"the tokenizer of {key}", key, teacher.tokenizer.name, pending)
     for key, path in model_readings.template_files(recipe).items():
-        if key.startswith("policy.") or (rewarded and _holds(recipe, name, f"env.{rewarded}", rewarded)):
+        if key.startswith(("policy.", *teachers)) or (rewarded and _holds(recipe, name, f"env.{rewarded}", rewarded)):
             yield RequiredPath(f"the chat template of {key}", path)
     if (key := recipe.checkpointing.encryption.key_file) and Path(key).exists() and name != "reward":
         yield RequiredPath("the key of checkpointing.encryption.key_file", Path(key))

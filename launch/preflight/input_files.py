@@ -65,7 +65,7 @@ def problems(
     yield from architecture.problems(recipe, pending)
     yield from libraries.problems(recipe)
     tokenizer = yield from model_tokenizers.problems(recipe, pending, notes)
-    yield from model_tokenizers.teacher_problems(recipe, tokenizer, pending)
+    yield from model_tokenizers.teacher_problems(recipe, tokenizer, pending, notes)
     for key, dataset in config.keyed_sets(recipe.data).items() if trains else ():
         read = *(fields or {}).get(dataset.env_name or "", ()), *data_records.of_judges(recipe.env, dataset.env_name)
         yield from _check_dataset(recipe, key, dataset, tokenizer, notes, read, trust)

@@ -121,9 +121,8 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
 
 def template_files(recipe: Recipe) -> dict[str, Path]:
     """Return the files and folders from which a recipe takes chat templates, by key."""
-    templates = {
-        f"{section}.tokenizer.chat_template": model.tokenizer.chat_template for section, model in models(recipe).items()
-    }
+    readers = models(recipe) | config.teacher_policies(recipe)
+    templates = {f"{section}.tokenizer.chat_template": model.tokenizer.chat_template for section, model in readers.items()}
     return {key: Path(text) for key, text in templates.items() if text and not is_template(text) and Path(text).exists()}
 
 

@@ -10,11 +10,12 @@ from launch.preflight import model_readings
 from launch.preflight.model_readings import ModelReading
 from launch.recipes.model_files import is_inside, model_config, model_folder
 from pipeline import config
+from pipeline.algorithms import build
 from pipeline.config import PolicyConfig, Problem, Recipe, collected
 from pipeline.data.file_tokenizer import read_tokenizer
 from pipeline.data.templates import choose_template, folder_template
+from pipeline.data.token_alignment import TokenBytes, other_vocabulary, vocabulary_difference
 
-OWN_TOKENS = 0.01  # share of a vocabulary that only one model may have, such as markers of turns
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -131,40 +132,76 @@ def _too_large(reading: ModelReading, key: str, model: str, rows: int | None) ->
 # ---- teachers -----------------------------------------------------------------------------------------------------------
 
 
-def teacher_problems(recipe: Recipe, tokenizer: Path | None, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
+def teacher_problems(
+    recipe: Recipe, tokenizer: Path | None, pending: Sequence[os.PathLike], notes: list[str] | None = None
+) -> Iterator[Problem]:
     """Yield problems of each teacher's vocabulary.
 
     Models with the same tokenizer may differ in their unused rows, and a teacher could give probability to a row that the
     policy lacks. tokenizer: the policy's tokenizer.json, or None. pending: models that needed recipes are still to write.
+    notes: receives which teachers have another tokenizer.
     """
     student_rows = rows("policy", recipe.policy, pending)
-    for name, model in config.teachers(recipe).items():
-        if model.model_name is None:  # other checks report it
+    for name, teacher in config.teachers(recipe).items():
+        if teacher.model_name is None:  # other checks report it
             continue
-        section = config.teacher_section(name)
-        key = f"{section}.model_name"
-        if tokenizer and not is_inside(model.model_name, pending):
+        section, model = config.teacher_section(name), config.teacher_policy(recipe, teacher)
+        key, difference = f"{section}.model_name", ""
+        if tokenizer and not is_inside(model.tokenizer.name, pending):
             with collected([]):  # other checks report errors, such as a missing folder
-                yield from _other_vocabulary(recipe, key, model.model_name, tokenizer)
-        teacher_rows = rows(section, config.teacher_policy(recipe, model), pending)
+                difference = _difference(section, model, tokenizer)
+        needs = build(recipe).needs
+        if difference and needs.teacher_top_k and not needs.own_top_k:
+            yield other_vocabulary(key, teacher.model_name, recipe.policy.tokenizer.name, difference)
+            continue
+        if difference or needs.own_top_k:
+            yield from _other_tokenizer(recipe, section, model, tokenizer, pending)
+            if notes is not None:
+                differs = f"its vocabulary differs from the policy's: {difference}; " if difference else ""
+                what = "distributions at the ends of" if needs.own_top_k else "log-probs of"
+                notes.append(
+                    f"{section}: {differs}it reads texts in its own tokens, and the loss compares {what} chunks of text"
+                )
+            continue
+        teacher_rows = rows(section, model, pending)
         if student_rows and teacher_rows and teacher_rows > student_rows:
             most = f"expected at most the policy's {student_rows}"
             reason = "since the teacher may give probability to rows that the policy does not have"
-            yield Problem(key, "too-large", f"got {model.model_name} with {teacher_rows} rows of vocabulary; {most}, {reason}")
+            yield Problem(
+                key, "too-large", f"got {teacher.model_name} with {teacher_rows} rows of vocabulary; {most}, {reason}"
+            )
 
 
-def _other_vocabulary(recipe: Recipe, key: str, name: str, student_file: Path) -> Iterator[Problem]:
-    """Check that the teacher has the policy's vocabulary, apart from a few added tokens. Raises RecipeError."""
-    teacher_file = model_folder(key, name) / "tokenizer.json"
+def _difference(section: str, model: PolicyConfig, student_file: Path) -> str:
+    """Return how the teacher's vocabulary differs from the policy's; "" if not. Raises RecipeError."""
+    teacher_file = model_folder(f"{section}.tokenizer.name", model.tokenizer.name) / "tokenizer.json"
     if not teacher_file.exists():
-        return
-    student, teacher = read_tokenizer(student_file).get_vocab(), read_tokenizer(teacher_file).get_vocab()
-    moved = [token for token, number in student.items() if teacher.get(token, number) != number]
-    absent = len(student.keys() - teacher.keys())
-    if moved or absent > OWN_TOKENS * len(student):
-        difference = f"the id of '{moved[0]}' differs" if moved else f"it lacks {absent} of the policy's {len(student)} tokens"
-        policy = f"policy.tokenizer.name {recipe.policy.tokenizer.name}"
-        message = (
-            f"got {name}, whose vocabulary differs from {policy}: {difference}; expected a teacher with the policy's tokenizer"
-        )
-        yield Problem(key, "contradiction", message)
+        return ""
+    return vocabulary_difference(read_tokenizer(student_file).get_vocab(), read_tokenizer(teacher_file).get_vocab())
+
+
+def _other_tokenizer(
+    recipe: Recipe, section: str, model: PolicyConfig, student_file: Path | None, pending: Sequence[os.PathLike]
+) -> Iterator[Problem]:
+    """Yield the problems of a teacher with another tokenizer than the policy's."""
+    reading, top_k = (yield from _check(recipe, section, model, pending)), build(recipe).needs.teacher_top_k
+    if reading:
+        yield from _too_large(reading, f"{section}.tokenizer.name", f"{section}.model_name", reading.rows)
+        least = min(reading.rows or top_k, rows("policy", recipe.policy, pending) or top_k)
+        if least < top_k:
+            message = f"got {top_k}; expected at most {least}, the smaller vocabulary of policy and {section}"
+            yield Problem(f"{recipe.algorithm}.topk_logits_k", "too-large", message)
+        teacher_file = reading.tokenizer.vocabulary_file
+        for key, file in (("policy.tokenizer.name", student_file), (f"{section}.tokenizer.name", teacher_file)):
+            try:
+                _ = file and TokenBytes(read_tokenizer(file))
+            except ValueError as error:
+                yield Problem(key, "unsupported", str(error))
+    section_of_run = config.section(recipe)
+    assert isinstance(section_of_run, config.OnlineConfig)  # only these have teachers
+    if (turns := section_of_run.max_rollout_turns) > 1:
+        message = f"got {turns}; expected 1, since {section} reads the text of one answer to a prompt"
+        yield Problem(f"{recipe.algorithm}.max_rollout_turns", "unsupported", message)
+    if recipe.rollout:
+        message = f"got a function; expected null, since {section} reads the text of one answer to a prompt"
+        yield Problem("rollout", "unsupported", message)

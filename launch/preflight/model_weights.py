@@ -42,7 +42,8 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[st
     weighed: set[Path] = set()  # folders checked; another model of the same folder may have random_init
     models = config.models(recipe) | config.served_models(recipe)
     names = {f"{section}.model_name": policy.model_name for section, policy in models.items()}
-    names["policy.tokenizer.name"] = recipe.policy.tokenizer.name
+    readers = {"policy": recipe.policy} | config.teacher_policies(recipe)
+    names |= {f"{section}.tokenizer.name": policy.tokenizer.name for section, policy in readers.items()}
     if environment := config.reward_environment(recipe):
         names[f"env.{environment}.tokenizer.name"] = config.reward_model_policy(recipe).tokenizer.name
     for key, name in names.items():

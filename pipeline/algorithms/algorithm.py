@@ -40,6 +40,7 @@ class Needs:
     critic: bool = False  # a second model, `value` in the recipe; its values before the first update
     teacher_top_k: int = 0  # number of most likely tokens of frozen models, `teacher` or `on_policy_distillation`
     teacher_logprobs: bool = False  # log-probs of the sampled tokens by these models
+    own_top_k: bool = False  # teachers read the answers' text, and the policy's own most likely tokens are compared with theirs
     top_entropy: float = 1.0  # share of an update's counted tokens that keep their advantages: `keep_high_entropy`
     estimates: bool = False  # train ranks compute advantages from the above: `OnlineAlgorithm.estimate`
     standardized: Variance | None = None  # standardize advantages over the step's counted tokens afterwards

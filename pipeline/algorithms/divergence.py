@@ -11,6 +11,7 @@ from pipeline.algorithms.sections import LossConfig
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 
 LOG_INFINITESIMAL = -100.0  # NeMo-RL's, DistillationLossFn
+LEAST_LOGPROB = 1e-8  # of a chunk whose log-prob can be divided by: compute_policy_loss_opd
 
 
 def distillation_loss(
@@ -72,9 +73,29 @@ def teacher_advantages(batch: PackedBatch) -> torch.Tensor:
 
     The policy gradient with A_t is the gradient of the reverse divergence KL(pi || pi_teacher). NeMo-RL does the same
     (OPDAdvantageEstimator in nemo_rl/algorithms/advantage_estimator.py).
+
+    A teacher with another vocabulary scores chunks of text, see pipeline/data/token_alignment.py. The difference of a chunk's
+    log-probs is spread over its tokens in proportion to the policy's own log-probs (https://arxiv.org/abs/2606.09456 sec. 4;
+    compute_policy_loss_opd in https://github.com/ivanniu/On-Policy-Distill), or equally if the policy gives the chunk
+    probability 1:
+
+        A_t = (log pi_teacher(c) - log pi_old(c)) log pi_old(y_t) / log pi_old(c)        for token t of chunk c
+
+    So the advantages of a chunk add up to this difference, and a token that the policy is sure of has none. (The gradient of a
+    chunk's divergence would give each of its tokens the whole difference.)
     """
     assert batch.teacher_logprobs is not None and batch.old_logprobs is not None
-    return apply_mask(batch.teacher_logprobs - batch.old_logprobs, batch)
+    old = apply_mask(batch.old_logprobs, batch)
+    if batch.chunks is None:
+        return apply_mask(batch.teacher_logprobs - old, batch)
+    of_chunk, size = chunk_sums(old, batch.chunks), chunk_sums(torch.ones_like(old), batch.chunks)
+    share = torch.where(of_chunk < -LEAST_LOGPROB, old / of_chunk, 1 / size)
+    return apply_mask((batch.teacher_logprobs - of_chunk) * share, batch)
+
+
+def chunk_sums(values: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
+    """Return the sum over each token's chunk, at each token: `[T]` -> `[T]`. chunks: `PackedBatch.chunks`."""
+    return torch.zeros_like(values).index_add(0, chunks, values)[chunks]
 
 
 def teacher_metrics(batch: PackedBatch, counts: GlobalCounts, teachers: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -222,10 +222,15 @@ class LossConfig:
     """Upper bound of the weights pi_old / pi_generate."""
     truncated_importance_sampling_ratio_min: Float | None = None
     """Lower bound of the weights pi_old / pi_generate."""
-    kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
-    """Divergence between teacher and policy."""
+    kl_type: Literal["forward", "reverse", "mixed", "uld", "gold"] = "mixed"
+    """Divergence between teacher and policy. uld, gold: for teachers with another vocabulary, over chunks of text. uld compares
+    the probabilities of the i-th most likely tokens. gold compares tokens with the same text, and only the others by rank."""
     mixed_kl_weight: Annotated[Float, LIVE, Field(ge=0, le=1)] = 0.5
-    """kl_type=mixed: weight of the forward divergence."""
+    """kl_type=mixed and gold: weight of the forward divergence."""
+    uld_hybrid_matched_weight: Annotated[Float, LIVE, Field(ge=0)] = 1.0
+    """kl_type=gold: weight of the tokens with the same text in both vocabularies."""
+    uld_hybrid_unmatched_weight: Annotated[Float, LIVE, Field(ge=0)] = 1.0
+    """kl_type=gold: weight of the other tokens."""
     zero_outside_topk: Bool = False
     """Renormalize only the teacher over its top k tokens. false: renormalize the policy too."""
 

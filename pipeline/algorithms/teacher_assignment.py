@@ -1,8 +1,8 @@
 """Choose which of several frozen teachers scores a sample, and check the recipe's section of these teachers.
 
-This is NeMo-RL's multi-teacher on-policy distillation (nemo_rl/algorithms/opd.py), after https://arxiv.org/abs/2601.02780. All
-teachers have the policy's vocabulary. Exactly one teacher scores each sample. The sample's environment names the teacher; in
-NeMo-RL the agent of NeMo Gym does.
+This is NeMo-RL's multi-teacher on-policy distillation (nemo_rl/algorithms/opd.py), after https://arxiv.org/abs/2601.02780.
+Exactly one teacher scores each sample. The sample's environment names the teacher; in NeMo-RL the agent of NeMo Gym does. Their
+vocabularies may differ: pipeline/data/teacher_text.py.
 """
 
 from __future__ import annotations

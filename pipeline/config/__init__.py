@@ -89,6 +89,7 @@ from pipeline.config.other_models import (
     serves_judge,
     serves_rewards,
     skipped_tasks,
+    teacher_policies,
     teacher_policy,
     teacher_section,
     teachers,

@@ -81,6 +81,7 @@ dpo.label_smoothing: label_smoothing
 policy.model_name: model model_name model_name_or_path model_path model.path pretrain base_model
 policy.tokenizer.name: tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path
 teacher.model_name: teacher_model teacher_model_name_or_path teacher_model_path
+teacher.tokenizer.name: teacher_tokenizer_name_or_path
 policy.tokenizer.chat_template: chat_template chat_template_path
 policy.precision: dtype torch_dtype bf16 fp16 mixed_precision
 policy.dtensor_cfg.activation_checkpointing policy.megatron_cfg.activation_checkpointing: gradient_checkpointing

@@ -128,7 +128,14 @@ def teacher_section(name: str) -> str:
 
 def teacher_policy(recipe: Recipe, model: TeacherConfig) -> PolicyConfig:
     """Return a teacher as a policy's configuration. Its model_name must not be null."""
-    return _with_policy_layout(recipe, model)
+    own = {"tokenizer": _own_tokenizer(model), "max_total_sequence_length": model.max_total_sequence_length}
+    return _with_policy_layout(recipe, model, **own)
+
+
+def teacher_policies(recipe: Recipe) -> dict[str, PolicyConfig]:
+    """Return section of the recipe -> teacher as a policy's configuration, for all teachers that train ranks load."""
+    named = {teacher_section(name): model for name, model in teachers(recipe).items() if model.model_name is not None}
+    return {section: teacher_policy(recipe, model) for section, model in named.items()}
 
 
 def reward_model_policy(recipe: Recipe) -> PolicyConfig:
@@ -222,13 +229,13 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
     needs = build(recipe).needs
     if needs.critic:
         found["value"] = critic(recipe)
-    found |= {teacher_section(name): teacher_policy(recipe, model) for name, model in teachers(recipe).items()}
+    found |= teacher_policies(recipe)
     if name := reward_environment(recipe):
         found[f"env.{name}"] = reward_model_policy(recipe)
     return {section: model for section, model in found.items() if model.model_name is not None}  # null is refused elsewhere
 
 
-def _own_tokenizer(model: EnvironmentConfig | ServedModelConfig | ServedJudgeConfig) -> TokenizerConfig:
+def _own_tokenizer(model: EnvironmentConfig | ServedModelConfig | ServedJudgeConfig | TeacherConfig) -> TokenizerConfig:
     """Return the tokenizer of a model beside the policy: by default that of its folder."""
     given = model.tokenizer
     return TokenizerConfig(given.name or model.model_name or "", given.chat_template, given.chat_template_kwargs)

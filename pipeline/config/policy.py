@@ -233,11 +233,18 @@ class ValueConfig:
 
 @dataclass
 class TeacherConfig:
-    """Distillation's teacher. It must have the policy's vocabulary."""
+    """Distillation's teacher.
+
+    Its vocabulary may differ from the policy's with grpo.adv_estimator.name=opd, and with loss_fn.kl_type=gold or uld.
+    """
 
     model_name: Line | None = None
     """A folder, a GGUF file, or a Hugging Face name whose files are in the local cache."""
     hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
+    tokenizer: ServedTokenizerConfig = field(default_factory=ServedTokenizerConfig)
+    """Read if the vocabulary differs from the policy's, or with loss_fn.kl_type=gold or uld."""
+    max_total_sequence_length: Positive = interpolation("${policy.max_total_sequence_length}")
+    """Maximum tokens of prompt and answer together in the teacher's own tokenizer. Longer answers are not learned from."""
     precision: Precision = interpolation("${policy.precision}")
     """See policy.precision."""
     cpu_offload: Bool = True
@@ -246,7 +253,7 @@ class TeacherConfig:
 
 @dataclass
 class TeachersConfig:
-    """Several teachers of the policy's vocabulary. One of them scores each sample: that of the sample's environment.
+    """Several teachers. One of them scores each sample: that of the sample's environment.
 
     The loss is one mean over all tokens of the step. Checkpoints have no teachers.
     """

@@ -14,6 +14,7 @@ from pipeline.coordination.colocation import Colocation
 from pipeline.coordination.run_logger import RunLogger
 from pipeline.coordination.run_progress import RunProgress, data_metrics, validates
 from pipeline.coordination.run_saver import RunSaver
+from pipeline.coordination.teacher_samples import TeacherSamples
 from pipeline.data.mixture import Mixture
 from pipeline.data.stream import Stream
 from pipeline.job.attempt import Attempt
@@ -47,6 +48,7 @@ class TrainingRun:
     logger: RunLogger
     saver: RunSaver
     progress: RunProgress
+    teacher_samples: TeacherSamples
     data: Stream | Mixture = field(init=False)  # from `restore` on
     validate: Validate | None = field(init=False)  # from `begin` on; None: nothing to validate on
 

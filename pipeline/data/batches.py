@@ -43,9 +43,11 @@ def _split_update(items: list[list[Sample]], sequences_per_item: int, policy: Po
     owned = [sorted(i for microbatch in plan for i in microbatch) for plan in train]
     forward = _plan_forward(owned, lengths, forward_bounds)
     taught = {}
-    for teacher in sorted({item[0].teacher for item in items} - {""}):
+    for teacher in sorted({item[0].teacher for item in items if item[0].teacher or item[0].in_teacher}):
         of_teacher = [[i for i in members if items[i][0].teacher == teacher] for members in owned]
-        taught[teacher] = _plan_forward(of_teacher, lengths, forward_bounds)
+        read = [sum(len(sample.tokens_of_teacher) for sample in item) for item in items]
+        tokens, sequences = forward_bounds
+        taught[teacher] = _plan_forward(of_teacher, read, (max([*read, tokens]) if tokens else None, sequences))
     updates = []
     for rank, members in enumerate(owned):
         position_of = {member: position for position, member in enumerate(members)}

@@ -79,7 +79,7 @@ def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
         return torch.from_numpy(np.concatenate([getattr(sample, field) for sample in samples]).astype(dtype)).to(device)
 
     positions = np.concatenate([np.arange(length) for length in lengths])
-    trained = np.concatenate([sample.loss_mask for sample in samples])
+    trained = np.concatenate([_read_by_loss(sample) for sample in samples])
     return PackedBatch(
         tokens=concatenate("tokens", np.int64),
         positions=torch.from_numpy(positions).to(device),
@@ -93,7 +93,29 @@ def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
         prompts=_prompts(samples),
         teachers=tuple(sample.teacher for sample in samples),
         experts=_experts(samples, device),
+        chunks=_chunks(samples, device),
     )
+
+
+def _read_by_loss(sample: Sample) -> np.ndarray:
+    """Return a mask of the tokens whose log-probs a loss can read, [L] bool."""
+    return sample.loss_mask if sample.in_teacher is None else sample.loss_mask | (sample.in_teacher.chunks_of_sample >= 0)
+
+
+def _chunks(samples: Sequence[Sample], device: torch.device | str) -> torch.Tensor | None:
+    """Return the first token of each token's chunk, see PackedBatch.chunks; None if all teachers read the samples' tokens."""
+    if all(sample.in_teacher is None for sample in samples):
+        return None
+    first, at = [], 0
+    for sample in samples:
+        tokens = np.arange(len(sample.tokens))
+        if sample.in_teacher is not None:
+            chunks = sample.in_teacher.chunks_of_sample
+            _, begins, number = np.unique(chunks, return_index=True, return_inverse=True)
+            tokens = np.where(chunks < 0, tokens, begins[number])
+        first.append(at + tokens)
+        at += len(tokens)
+    return torch.from_numpy(np.concatenate(first)).to(device)
 
 
 def _experts(samples: Sequence[Sample], device: torch.device | str) -> torch.Tensor | None:

@@ -65,14 +65,14 @@ def tokens_with_text(
     if not tokenizer.is_fast:
         return _by_prefixes(tokenizer, text, spans)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    tokens, (begins, ends) = list(encoded["input_ids"]), _extents(encoded["offset_mapping"], len(text))
+    tokens, (begins, ends) = list(encoded["input_ids"]), extents(encoded["offset_mapping"], len(text))
     mask = np.zeros(len(tokens), dtype=bool)
     for begin, end in spans:
         mask |= (ends > begin) & (begins < end)
     return tokens, mask
 
 
-def _extents(offsets: list[tuple[int, int]], length: int) -> tuple[np.ndarray, np.ndarray]:
+def extents(offsets: list[tuple[int, int]], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the begin and the end of each token in a text of `length` characters, `[L]` int64 each.
 
     Offsets may omit white space at the ends of a token (GPT-2's `trim_offsets`). We count such white space to the token after

@@ -102,12 +102,12 @@ class StepOperations:
     def train(self, samples: Sequence[Sample], models: Sequence[str]) -> ModelWork:
         """Return the operations of the train ranks in a step on these samples. models: the models that are updated."""
         lengths, needs, policy = [len(sample.tokens) for sample in samples], self._needs, self._models["policy"]
-        total = policy.forward(lengths) * (self._old_share + needs.reference + 2 * needs.mismatched)
+        total = policy.forward(lengths) * (self._old_share + needs.reference + 2 * needs.mismatched + needs.own_top_k)
         critic = self._models.get("value")
         if needs.critic and critic:
             total += critic.forward(lengths)
         for name in sorted({sample.teacher for sample in samples} if needs.has_teachers else ()):
-            taught = [len(sample.tokens) for sample in samples if sample.teacher == name]
+            taught = [len(sample.tokens_of_teacher) for sample in samples if sample.teacher == name]
             total += self._models[config.teacher_section(name)].forward(taught)
         for name in models:
             trained = critic if name == "critic" else policy

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,7 +33,7 @@ from pipeline.refit.protocol import PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.roles.regroup import regroup
 from pipeline.roles.reward import Scorer
-from pipeline.roles.teacher_scores import ask_teachers
+from pipeline.roles.teacher_scores import ask_teachers, with_candidates
 from pipeline.rollout.rollout_messages import ScoreWork
 from pipeline.rpc import verb
 from pipeline.train.adapters.spec import refits_adapters
@@ -66,6 +67,7 @@ class TrainRole:
         self._models: dict[str, TrainBackend] = {}
         self._background = BackgroundWorker()
         self._mean_kl = 0.0  # see PackedBatch.mean_kl
+        self._matched: dict[str, torch.Tensor] = {}  # see `match_tokens`
         self._key: FileKey | None = None  # of checkpoints
         self._digests: dict[str, str] = {}  # of the files of the last `save`
         self._retry = RetryPolicy(storage_timeout_s(recipe.cluster.timeouts), kept=lambda: kept(world.info.run_dir))
@@ -113,6 +115,11 @@ class TrainRole:
                 if name == "policy":
                     raise
                 raise ValueError(f"of the {name}: {error}") from error
+
+    @verb("setup")
+    def match_tokens(self, matched: dict[str, np.ndarray]) -> None:
+        """Keep teacher -> the policy's id of each of its tokens with the same text, [V] int32; -1 for the others."""
+        self._matched = {name: torch.from_numpy(ids.astype(np.int64)) for name, ids in matched.items()}
 
     @verb("train")
     def load(self, updates: list[Update]) -> None:
@@ -167,6 +174,21 @@ class TrainRole:
         if needs.has_teachers:
             teachers = {name: model for name, model in self._models.items() if name.split()[0] == "teacher"}
             self._batches = ask_teachers(teachers, self._updates, self._batches, needs.teacher_top_k, self._world.phase)
+        if needs.own_top_k:
+            self._add_candidates(needs.teacher_top_k)
+
+    def _add_candidates(self, top_k: int) -> None:
+        """Give the training microbatches the tokens that the policy compares with those of its teachers."""
+        matched = {name: ids.to(self._policy.device) for name, ids in self._matched.items()}
+        with self._world.phase("forward of the policy"):
+            for i, update in enumerate(self._updates):
+                batches = self._pack(update.samples, update.forward, self._policy.device)
+                outputs = regroup(self._policy.forward(batches, top_k=top_k), update.forward, update)
+                self._batches[i] = [
+                    with_candidates(batch, own.top_k, matched)
+                    for batch, own in zip(self._batches[i], outputs, strict=True)
+                    if own.top_k is not None  # always
+                ]
 
     def _attach(self, fields: Callable[[Outputs], dict[str, Any]], model: str, weights: str = "policy", first: int = 0) -> None:
         """Add fields computed from a model's outputs to the training microbatches. first: the first update that gets them."""

@@ -67,7 +67,7 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: di
     candidates = None
     if batch.teacher is not None:
         candidates = targets.new_zeros(len(targets), batch.teacher.tokens.size(1))
-        candidates[real] = batch.teacher.tokens.roll(-1, 0)
+        candidates[real] = batch.teacher.tokens.clamp(min=0).roll(-1, 0)
     row_of = to_device(sequence_order(lengths, ranks), device)
     begins = batch.positions == 0
     cu_seqlens = to_device(torch.tensor(starts, dtype=torch.int32), device)

@@ -57,7 +57,7 @@ def share(batch: PackedBatch) -> LocalBatch:
         tokens=batch.tokens[on_device][None],
         positions=batch.positions[on_device][None],
         targets=batch.tokens[places_of_head],
-        candidates=None if batch.teacher is None else batch.teacher.tokens[places_of_head],
+        candidates=None if batch.teacher is None else batch.teacher.tokens[places_of_head].clamp(min=0),
         packing=packing,
         token_rows=row_of_token,
         predicting_rows=to_device(torch.arange(len(token_rows)), device),

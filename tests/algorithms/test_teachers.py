@@ -152,3 +152,15 @@ def test_truncated_sampling_is_refused() -> None:
         ("policy.generation.top_p", "contradiction"),
         ("policy.generation.top_k", "contradiction"),
     }
+
+
+def test_advantages_of_chunks_by_hand() -> None:
+    """Two tokens share a chunk in the ratio 1 : 3 of their log-probs; the policy is sure of both tokens of another one."""
+    given = recipe({"math": "a", "code": "b"}, default="math")
+    batch = pack([sample(3, "math"), sample(3, "code"), sample(2, "math")], "cpu")
+    old = torch.tensor([0.0, -1, -3, 0, 0, 0, 0, -2])
+    teacher = torch.tensor([9.0, -2, -2, 9, -6, -6, 9, -5])
+    batch = dataclasses.replace(batch, chunks=torch.tensor([0, 1, 1, 3, 4, 4, 6, 7]))
+    algorithm: Any = build(given)
+    estimated = algorithm.estimate(dataclasses.replace(batch, old_logprobs=old, teacher_logprobs=teacher))
+    assert estimated.advantages.tolist() == [0, 0.5, 1.5, 0, -3, -3, 0, -3]

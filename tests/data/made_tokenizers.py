@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
 
-from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE, WordLevel, WordPiece
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.pre_tokenizers import ByteLevel, Split
+from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.config import RECIPES
@@ -50,6 +53,42 @@ def metaspace() -> PreTrainedTokenizerFast:
     return _with_special(tokenizer)
 
 
+@functools.cache
+def trained(kind: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that was trained on a few words: "bytes, N tokens" is like GPT-2's, "sentencepiece" like Llama 2's,
+    "letters" like that of the tiny recipes. "normalized" after the number: in a normal form of Unicode, and without any #.
+
+    A sentencepiece tokenizer puts a space before a text, and writes unknown characters as bytes.
+    """
+    corpus = ["the thing in the nation bade a dab, caddie!", "Kreuzung der Nationen: die Größe über 1234", "日本 😀 été\n"]
+    named, _, size = kind.partition(", ")
+    if named == "sentencepiece":
+        tokenizer = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        alphabet = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        # A sentence of its characters is too short for all bytes, so that these are part of the vocabulary beforehand.
+        trainer = BpeTrainer(vocab_size=400, special_tokens=alphabet, show_progress=False, limit_alphabet=30)
+        tokenizer.train_from_iterator(corpus, trainer)
+        vocab = json.loads(tokenizer.to_str())
+        vocab["added_tokens"] = [token for token in vocab["added_tokens"] if token["content"] == "<unk>"]
+        tokenizer = Tokenizer.from_str(json.dumps(vocab))
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps)
+        return _with_special(tokenizer, unk_token="<unk>")
+    if named == "letters":
+        names = ["<unk>", *dict.fromkeys("".join(corpus))]
+        tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+        tokenizer.pre_tokenizer, tokenizer.decoder = Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()
+        return _with_special(tokenizer, unk_token="<unk>")
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = BpeTrainer(vocab_size=int(size.split()[0]), initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(corpus, trainer)
+    if size.endswith("normalized"):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("#", "")])
+    return _with_special(tokenizer)
+
+
 def word_piece() -> PreTrainedTokenizerFast:
     """Return a tokenizer like BERT's, which joins ## to the word before and removes spaces before punctuation."""
     names = ["w0", *(word.strip() for word in WORDS if word.strip() and "#" not in word), "##ab", "##estion", "##s"]
@@ -64,10 +103,10 @@ def words() -> PreTrainedTokenizerFast:
     return _with_special(tokenizer)
 
 
-def _with_special(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+def _with_special(tokenizer: Tokenizer, **names: str) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False), AddedToken(MARK, special=True)])
     tokenizer.add_tokens([AddedToken(THOUGHT, special=False, normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, **names)
 
 
 def ids(tokenizer: PreTrainedTokenizerFast, pieces: Sequence[str | bytes]) -> list[int]:

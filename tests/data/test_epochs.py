@@ -115,7 +115,7 @@ class Run:
         parts = SimpleNamespace
         self.logged: list[dict[str, float]] = []
         clocks = {"clock": lambda _: contextlib.nullcontext(), "take_clocks": lambda: {"time/step": 1.0}, "close": lambda: None}
-        nothing = dict.fromkeys(("train", "data_ranks", "colocation", "checkpoints", "attempt", "saver"))
+        nothing = dict.fromkeys(("train", "data_ranks", "colocation", "checkpoints", "attempt", "saver", "teacher_samples"))
         self.run = TrainingRun(
             **nothing,
             recipe=recipe,

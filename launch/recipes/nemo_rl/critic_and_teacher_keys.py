@@ -52,10 +52,10 @@ def critic(t: Translator) -> None:
 
 
 def teacher(t: Translator) -> None:
-    """Translate the section `teacher`. The list `teachers` is for teachers with other tokenizers, which are not supported."""
+    """Translate the section `teacher`. The list `teachers` is of distillation on texts, by projection between vocabularies."""
     if (teachers := t.get("teachers")) is not None:
-        instead = "the section teacher, with a model that has the policy's vocabulary"
-        t.lacks("teachers", "a list", "distillation between different tokenizers", instead)
+        instead = "on-policy distillation: the section teacher with loss_fn.kl_type=gold, or grpo.adv_estimator.name=opd"
+        t.lacks("teachers", "a list", "distillation on the texts of a data set, by projection between vocabularies", instead)
         t.put("teacher.model_name", teachers[0].get("model_name") if teachers else None, "teachers")
         for section in ("teachers", "teacher", "loss_fn"):
             t.consume(section)

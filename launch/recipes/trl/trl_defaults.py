@@ -231,7 +231,7 @@ LACKING = {
     "online_dpo": "online DPO",
     "dpo_online": "online DPO",
     "gkd": "GKD by TRL's fields; algorithm=distillation is on-policy distillation",
-    "gold": "distillation between tokenizers",
+    "gold": "GOLD by TRL's fields; algorithm=distillation with loss_fn.kl_type=gold has its loss, on-policy",
     "distillation": "distillation by TRL's fields; see algorithm=distillation",
     "sdft": "self-distillation",
     "sdpo": "self-distillation",

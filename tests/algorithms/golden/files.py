@@ -19,6 +19,8 @@ batches are
     extreme   log-probs down to -60, ratios up to e^25, and log-ratios to the reference beyond the clamp of 20
     one       a single sequence with a single counted token
     several   three rewards of the answers to four prompts, in groups of two to four; some do not vary in a group
+    chunks    tokens in chunks of one to several, and one chunk of which the policy is sure
+    texts     one text in the tokens of two vocabularies, with whole distributions
     opposed   two rewards whose sum does not vary in the first group
     groups    rewards of one prompt each: all equal, one and two right of 16, one wrong of 4, two answers, one answer, a model's
 """
@@ -34,7 +36,7 @@ from typing import Any
 import torch
 
 FOLDER = Path(__file__).parent
-PEERS = {"nemo_rl": "NeMo-RL", "verl": "verl", "trl": "TRL"}
+PEERS = {"nemo_rl": "NeMo-RL", "verl": "verl", "trl": "TRL", "dpca": "On-Policy-Distill"}
 _EXPECTED = ("loss", "gradient", "values", "advantages", "returns", "sample_mask")
 
 

@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from pipeline.algorithms.advantages import group_advantages, sequence_advantages, shaped_rewards
 from pipeline.algorithms.algorithm import Variance
-from pipeline.algorithms.divergence import distillation_loss
+from pipeline.algorithms.divergence import chunk_sums, distillation_loss
 from pipeline.algorithms.loss import estimate_kl, mask_mismatched_sequences, mismatch_metrics, policy_loss, sft_loss, value_loss
 from pipeline.algorithms.pairs import reward_model_loss
 from pipeline.algorithms.sections import GAEConfig, RewardScalingConfig, RewardShapingConfig
 from pipeline.algorithms.token_advantages import keep_high_entropy, moments, normalization, standardize
+from pipeline.algorithms.universal_logits import candidates, universal_logit_loss
 from pipeline.config import (
     AdvantageConfig,
     DPOConfig,
@@ -30,7 +32,11 @@ from pipeline.config import (
     ValueLossConfig,
 )
 from pipeline.config.environments import RewardConfig
-from pipeline.types import LossOutput, Outputs, PackedBatch, TopK
+from pipeline.data.packing import pack
+from pipeline.data.teacher_text import at_chunk_ends
+from pipeline.data.token_alignment import chunk_numbers
+from pipeline.roles.teacher_scores import for_tokens_of
+from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, Sample, TeacherTokens, TopK
 from tests.algorithms.golden.files import Golden
 from tests.algorithms.golden.rows import Rows, after, before, tensor
 from tests.algorithms.groups import group_of, group_of_several
@@ -280,6 +286,69 @@ def opd(golden: Golden) -> Found:
     return _of_tokens(found) | {"values": rows.padded(batch.advantages)}
 
 
+def opd_chunks(golden: Golden) -> Found:
+    """Compute the loss with advantages from a teacher's log-probs of chunks.
+
+    On-Policy-Distill: `compute_policy_loss_opd` with `old_logprobs` as both log-probs, `teacher_logprobs` (which add up to a
+    chunk's) and `chunks` side by side as advantages, `token_mask`, a clip ratio of 0.2 and a `clip_ratio_c` of 1e9.
+    """
+    rows = Rows(golden.inputs)
+    leaf = rows.leaf("old_logprobs")
+    names, first = [int(number) for number in rows.packed(rows.tensor("chunks"))], {}
+    row_of = [row for row, length in enumerate(rows.lengths) for _ in range(length)]
+    keys = [
+        (row, number if number >= 0 else f"token {place}")
+        for place, (row, number) in enumerate(zip(row_of, names, strict=True))
+    ]
+    chunks = torch.tensor([first.setdefault(key, place) for place, key in enumerate(keys)])
+    teacher = chunk_sums(rows.packed(torch.where(rows.mask, rows.tensor("teacher_logprobs"), 0.0)), chunks)
+    algorithm = made(GRPOConfig(adv_estimator=AdvantageConfig("opd")), LossConfig(**golden.arguments))
+    batch = algorithm.estimate(rows.batch(old_logprobs=leaf.detach(), teacher_logprobs=teacher, chunks=chunks))
+    return _outputs(algorithm.loss(Outputs(logprobs=rows.packed(leaf)), batch, rows.counts), leaf)
+
+
+def uld(golden: Golden) -> Found:
+    """Compute ULD's and GOLD's loss of one answer from whole distributions, as train ranks return them.
+
+    TRL: `ULDLoss` with `theirs` as the configuration, weights of 1 for the rest, no end of the answers to skip, `prompt` and
+    `teacher_prompt` labels of -100, and the vocabularies in the order of their ids. Token t of `student` and `teacher` is the
+    text of `tokens[t]` and `teacher_tokens[t]`; `logits` follow each token.
+    """
+    inputs, config = golden.inputs, LossConfig(**golden.arguments)
+    begin, of_teacher = inputs["prompt"], inputs["teacher_prompt"]
+    ends = [
+        2 * np.cumsum([len(text) for text in texts]) for texts in (inputs["student"][begin:], inputs["teacher"][of_teacher:])
+    ]
+    chunks, theirs = (
+        np.concatenate([np.full(skip, -1), numbers]).astype(np.int32)
+        for skip, numbers in zip((begin, of_teacher), chunk_numbers(*ends), strict=True)
+    )
+    zeros = np.zeros(len(chunks), np.float32)
+    in_teacher = TeacherTokens(np.array(inputs["teacher_tokens"], np.int32), theirs, chunks)
+    sample = at_chunk_ends(Sample(np.array(inputs["tokens"], np.int32), chunks >= 0, zeros, zeros, in_teacher=in_teacher))
+    leaf = tensor(inputs["logits"]).requires_grad_()
+    student, teacher = (before(logits[None]).log_softmax(-1)[0] for logits in (leaf, tensor(inputs["teacher_logits"])))
+    width = max(student.shape[1], teacher.shape[1])
+    drawn = teacher.gather(-1, torch.tensor(inputs["teacher_tokens"])[:, None])[:, 0]
+    _, tokens, of_tokens = for_tokens_of([drawn, *_top(teacher, width)], sample)
+    own = TopK(*_top(student.detach(), width))
+    matched = torch.tensor(inputs["matched"]) if config.kl_type == "gold" else None
+    compared = candidates(TopK(tokens, of_tokens), own, matched)
+    batch = dataclasses.replace(pack([sample], "cpu"), teacher=compared)
+    picked = student.gather(-1, compared.tokens.clamp(min=0))
+    of_drawn = student.gather(-1, batch.tokens[:, None])[:, 0]
+    outputs = Outputs(logprobs=torch.where(torch.arange(len(student)) > 0, of_drawn, 0.0), top_k=TopK(compared.tokens, picked))
+    counts = GlobalCounts(int(sample.loss_mask.sum()), 1)
+    return _outputs(universal_logit_loss(config, outputs, batch, counts), leaf)
+
+
+def _top(logprobs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all tokens of `[T, V]` log-probs, the most likely first, and their log-probs, with -1 and -inf up to the width."""
+    values, tokens = logprobs.sort(-1, descending=True)
+    room = (0, width - logprobs.shape[1])
+    return pad(tokens, room, value=-1), pad(values, room, value=-torch.inf)
+
+
 def gae(golden: Golden) -> Found:
     """Compute GAE's advantages and returns. NeMo-RL: as in `reinforce_plus_plus`."""
     rows, loss = Rows(golden.inputs), _loss(golden.arguments)
@@ -354,11 +423,13 @@ OURS: dict[str, Callable[[Golden], Found]] = {
     "kto": kto,
     "mismatch": mismatch,
     "opd": opd,
+    "opd_chunks": opd_chunks,
     "policy_loss": of_policy,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reward_model": reward_model,
     "rewards": rewards,
     "sft": sft,
+    "uld": uld,
     "value_loss": of_critic,
 }
 

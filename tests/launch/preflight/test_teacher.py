@@ -1,5 +1,6 @@
-"""A teacher with another vocabulary is refused before submission."""
+"""A teacher with another vocabulary: refused where distributions over tokens are compared, checked where texts are."""
 
+import dataclasses
 import json
 
 import pytest
@@ -49,6 +50,41 @@ def test_each_of_several_teachers_needs_the_policys_tokenizer(several, tmp_path)
     tokens(tmp_path / "other", swap)
     found = named(model_tokenizers.teacher_problems(several, tmp_path / "teacher/tokenizer.json", []))
     assert found == {("on_policy_distillation.teachers.second.model_name", "contradiction")}
+
+
+@pytest.mark.parametrize(
+    ("template", "keys", "expected"),
+    [
+        ("{{ messages[0].content }}", {}, set()),
+        (None, {}, {("data.apply_chat_template", "missing-value")}),
+        ("{{ 7 }}", {}, {("on_policy_distillation.teachers.second.tokenizer.chat_template", "unsupported")}),
+        ("{{ messages[0].content }}", {"max_rollout_turns": 2}, {("grpo.max_rollout_turns", "unsupported")}),
+        ("{{ messages[0].content }}", {"topk_logits_k": 40}, set()),
+        ("{{ messages[0].content }}", {"topk_logits_k": 41}, {("distillation.topk_logits_k", "too-large")}),
+    ],
+)
+def test_a_teacher_that_reads_texts_may_have_another_tokenizer(several, tmp_path, template, keys, expected):
+    def swap(vocabulary):
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+    tokens(tmp_path / "other", swap)
+    for name in ("teacher", "other"):
+        path = tmp_path / name / "tokenizer.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder": {"type": "Fuse"}}))
+        settings = {"chat_template": template} if template else {}
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(settings))
+    section = dataclasses.replace(several.grpo, adv_estimator=config.AdvantageConfig("opd"))
+    recipe = dataclasses.replace(several, algorithm="grpo", grpo=section)
+    if "topk_logits_k" in keys:
+        recipe = dataclasses.replace(several, loss_fn=dataclasses.replace(several.loss_fn, kl_type="gold"))
+    section = dataclasses.replace(config.section(recipe), **keys)
+    recipe = dataclasses.replace(recipe, **{recipe.algorithm: section})
+    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, apply_chat_template=True))
+    notes = []
+    found = named(model_tokenizers.teacher_problems(recipe, tmp_path / "teacher/tokenizer.json", [], notes))
+    assert found == expected
+    assert notes[-1].startswith("on_policy_distillation.teachers.second: its vocabulary differs")
+    assert len(notes) == 1 + ("topk_logits_k" in keys)  # then all teachers read texts
 
 
 def tokens(folder, change):

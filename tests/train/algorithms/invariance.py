@@ -158,6 +158,8 @@ def learn(case: str, setup: Setup, folder: Path) -> tuple[TrainRole, list[dict[s
     role = TrainRole(recipe, SEED, world, algorithm, refit=None)
     train = AllRanks(role, reverse=setup.batching == "reversed")
     places = gathered(role.setup(), DataParallelRank)
+    if algorithm.needs.own_top_k:
+        role.match_tokens(cases.matched(recipe))
     run = SimpleNamespace(recipe=recipe, train=train, data_ranks=places, logger=SimpleNamespace(note_learning=lambda *_: None))
     for number in range(cases.STEPS if generates(recipe) else cases.STEPS * cases.UPDATES):
         samples = cases.samples(recipe, algorithm, number)

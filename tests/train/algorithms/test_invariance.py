@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.cases import write_models
-from tests.train.algorithms.cases import CASES
+from tests.train.algorithms.cases import CASES, FROM_ITSELF
 from tests.train.algorithms.invariance import (
     FOUR_RANKS,
     OF_EXPERTS,
@@ -36,11 +36,12 @@ QUICK = {
         "rm",
         "grpo, by sequences, KL, TIS",
         "grpo, high entropy",
+        "grpo, two tokenizers",
         "ppo",
         "distillation",
     ),
     Setup("megatron", TP2_SP, "reversed"): ("sft", "dpo", "kto", "rm", "distillation"),
-    Setup("megatron", CP2, "single"): ("grpo, by sequences, KL, TIS", "grpo, high entropy", "ppo"),
+    Setup("megatron", CP2, "single"): ("grpo, by sequences, KL, TIS", "grpo, high entropy", "grpo, two tokenizers", "ppo"),
 }
 # Marked `full`, every case of every algorithm runs in one setup of each kind.
 FULL = (*QUICK, Setup("megatron", PP2))
@@ -68,6 +69,13 @@ def test_every_algorithm(models):
         check({case: {setup.name: difference(setup, case, models)} for case in cases})
 
 
+def test_a_teacher_that_is_the_policy_teaches_nothing(models):
+    """Also at the ends of chunks of several tokens."""
+    measured(ONE_RANK, (FROM_ITSELF,), models)
+    first = result(ONE_RANK, FROM_ITSELF, models).metrics[0]
+    assert 0 <= first["loss"] < 1e-5 and first["matched_divergence"] == pytest.approx(0, abs=1e-5)
+
+
 @pytest.mark.full
 def test_every_case_of_every_algorithm(models):
     check(differences(FULL, tuple(CASES), models))
@@ -92,7 +100,9 @@ def check_that_cases_are_meaningful(models: Path) -> None:
     assert most("kto", "kl") > 1e-3
     for case in ("grpo, by sequences, KL, TIS", "reinforce++, KL in the reward"):
         assert most(case, "reference_kl") > 1e-4, case
-    for case, name in (("grpo, two teachers", "teacher_kl"), ("distillation, two teachers", "forward_kl")):
+    of_cases = dict.fromkeys(("grpo, two teachers", "grpo, two tokenizers"), "teacher_kl")
+    of_cases |= {"distillation, two teachers": "forward_kl", "distillation, two tokenizers": "matched_divergence"}
+    for case, name in of_cases.items():
         of_teachers = most(case, f"{name}/any"), most(case, f"{name}/other")  # an estimate by tokens may be negative
         assert min(map(abs, of_teachers)) > 1e-3 and abs(of_teachers[0] / of_teachers[1] - 1) > 1e-2, case
 
