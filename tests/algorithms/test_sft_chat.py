@@ -17,6 +17,7 @@ from pipeline.config import DTensorConfig, MegatronConfig, MegatronDDPConfig, Po
 from pipeline.data.batches import split_batch
 from pipeline.data.packing import pack
 from pipeline.data.stream import ExampleStream
+from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported
 from pipeline.train.train_backend import ModelRole
 from pipeline.types import DataParallelRank
 from tests.data.test_chat import CHATML, MARKED, encoder
