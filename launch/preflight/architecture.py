@@ -144,14 +144,17 @@ def frozen_problems(section: str, policy: PolicyConfig, model: dict[str, Any], v
 
     values: whether the model has a value head. Imports torch and transformers if there are patterns.
     """
-    if policy.freeze_parameters:
-        groups = frozen_names.known_groups(model, uses_megatron(policy), values)
-        names = [name for sources in groups.values() for name in sources]
-        yield from frozen_names.problems(policy.freeze_parameters, names, groups, f"{section}.freeze_parameters")
-    if policy.freeze_parameters and policy.moe_aux_loss_coeff:
+    if not policy.freeze_parameters:
+        return
+    groups = frozen_names.known_groups(model, uses_megatron(policy), values)
+    names = [name for sources in groups.values() for name in sources]
+    yield from frozen_names.problems(policy.freeze_parameters, names, groups, f"{section}.freeze_parameters")
+    if policy.moe_aux_loss_coeff:
         count = expert_count(model)
-        routers = {t.name for t in tensors(model) if t.part == "router" and t.shape[:-1] == (count,)}
-        if routers <= frozen_names.matched(policy.freeze_parameters, routers):
+        routers = [t.name for t in tensors(model) if t.part == "router" and t.shape[:-1] == (count,)]
+        ends = tuple(name[name.index("layers.") :] for name in routers)  # multimodal checkpoints have other prefixes
+        trained = set(names) - frozen_names.matched(policy.freeze_parameters, names)
+        if not any(name.endswith(ends) for name in trained):
             message = f"got {policy.moe_aux_loss_coeff:g}, but {section}.freeze_parameters freezes all routers; expected 0"
             yield Problem("policy.moe_aux_loss_coeff", "contradiction", message)
 

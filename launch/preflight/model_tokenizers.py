@@ -146,7 +146,7 @@ def teacher_problems(
         if teacher.model_name is None:  # other checks report it
             continue
         section, model = config.teacher_section(name), config.teacher_policy(recipe, teacher)
-        key, difference = f"{section}.model_name", ""
+        key, difference = f"{section}.model_name", None
         if tokenizer and not is_inside(model.tokenizer.name, pending):
             with collected([]):  # other checks report errors, such as a missing folder
                 difference = _difference(section, model, tokenizer)
@@ -163,6 +163,10 @@ def teacher_problems(
                     f"{section}: {differs}it reads texts in its own tokens, and the loss compares {what} chunks of text"
                 )
             continue
+        least, length = recipe.policy.max_total_sequence_length, model.max_total_sequence_length
+        if difference == "" and length < least:
+            message = f"got {length}; expected at least policy.max_total_sequence_length, {least}, since the teacher reads"
+            yield Problem(f"{section}.max_total_sequence_length", "too-small", f"{message} the policy's tokens")
         teacher_rows = rows(section, model, pending)
         if student_rows and teacher_rows and teacher_rows > student_rows:
             most = f"expected at most the policy's {student_rows}"
@@ -172,11 +176,11 @@ def teacher_problems(
             )
 
 
-def _difference(section: str, model: PolicyConfig, student_file: Path) -> str:
-    """Return how the teacher's vocabulary differs from the policy's; "" if not. Raises RecipeError."""
+def _difference(section: str, model: PolicyConfig, student_file: Path) -> str | None:
+    """Return how the teacher's vocabulary differs from the policy's; "" if not, None if unknown. Raises RecipeError."""
     teacher_file = model_folder(f"{section}.tokenizer.name", model.tokenizer.name) / "tokenizer.json"
     if not teacher_file.exists():
-        return ""
+        return None
     return vocabulary_difference(read_tokenizer(student_file).get_vocab(), read_tokenizer(teacher_file).get_vocab())
 
 

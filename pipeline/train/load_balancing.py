@@ -98,7 +98,7 @@ class LoadBalancing:
 
         moe_aux_loss: the mean of L over layers and, with their weights w, sequences; 1 if experts are balanced.
         moe_load_imbalance: the tokens of a layer's busiest expert over those of its average expert, in the step, as a mean
-        over layers; moe_load_imbalance_max: of the worst layer.
+        over layers; moe_load_imbalance_max: of the worst layer. All are 0 if the step's loss counts no token.
         """
         experts = torch.tensor(max((len(load) for load in self._loads.values()), default=0), device=device)
         dist.all_reduce(experts, op=dist.ReduceOp.MAX, group=group)  # a pipeline stage may have no mixture
@@ -107,7 +107,7 @@ class LoadBalancing:
             table[layer, 0], table[layer, 1:] = self._losses[layer], load
         dist.all_reduce(table, group=group)
         losses, loads = table[:, 0], table[:, 1:]
-        imbalance = loads.amax(1) / loads.mean(1)
+        imbalance = loads.amax(1) / loads.mean(1).clamp(min=1e-9)  # without tokens, both are 0
         return {
             "moe_aux_loss": losses.mean().item(),
             "moe_load_imbalance": imbalance.mean().item(),

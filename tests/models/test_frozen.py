@@ -5,11 +5,13 @@ import pytest
 from launch.preflight.architecture import frozen_problems as problems
 from pipeline import models
 from pipeline.config import MegatronConfig, PolicyConfig
+from pipeline.models.config_values import MULTIMODAL
 from pipeline.models.family import CONSTANTS
 from pipeline.models.frozen_names import grouped, known_groups, matched
 from pipeline.models.hugging_face import layout, meta_model
 from tests.models.cases import configs
 from tests.problems import named
+from tests.train import multimodal
 
 CONFIGS = configs()
 HEADS = [
@@ -79,10 +81,13 @@ def test_a_reward_model_has_a_head_of_its_own():
         ("gpt_oss", ["*.mlp.router.*"], ["*.0.mlp.router.*"]),
         ("nemotron_h_moe", ["*.mixer.gate.weight"], ["backbone.layers.1.*"]),
         ("deepseek_v3", ["*.mlp.*"], ["model.embed_tokens.*", "*.experts.*"]),
+        ("qwen3_5_moe_text", ["model.language_model.layers.*"], ["model.language_model.layers.0.*"]),
     ],
 )
 def test_frozen_routers_balance_no_load(family, patterns, some):
     plain, key = CONFIGS[family].to_dict(), ("policy.moe_aux_loss_coeff", "contradiction")
+    if "language_model" in patterns[0]:
+        plain[MULTIMODAL] = multimodal.config(CONFIGS[family]).to_dict()
     for given, expected in ((patterns, {key}), (some, set())):
         policy = PolicyConfig(freeze_parameters=given, moe_aux_loss_coeff=0.001)
         assert named(problems("policy", policy, plain, values=False)) == expected

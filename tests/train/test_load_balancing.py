@@ -1,14 +1,16 @@
 """The load-balancing loss has the value and the gradients of its formula at every layout, on both backends."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline import config
 from tests.models import cases as models_of_both
 from tests.problems import named
-from tests.train import load_balancing, ranks
+from tests.train import cases, load_balancing, ranks
 from tests.train.megatron import layouts
 
 F, M = ranks.Layout, layouts.Layout
@@ -63,6 +65,18 @@ def test_layouts_equal_the_formula(layout, families, changes, folder):
 
 def test_a_scaled_loss_scales_it(folder, realm):
     load_balancing.check(F(1, 1), folder, QWEN, scale=1024.0)
+
+
+def test_a_step_without_counted_tokens_has_no_imbalance(folder, realm):
+    batch = load_balancing.pack([0, 1])
+    nothing = {"loss_mask": torch.zeros_like(batch.loss_mask), "balance": torch.zeros(2)}
+    backend = ranks.backend(cases.policy(folder / "qwen3_moe", moe_aux_loss_coeff=1.0))
+    metrics = backend.step([dataclasses.replace(batch, **nothing)], cases.loss).metrics
+    assert {name: value for name, value in metrics.items() if name.startswith("moe")} == {
+        "moe_aux_loss": 0.0,
+        "moe_load_imbalance": 0.0,
+        "moe_load_imbalance_max": 0.0,
+    }
 
 
 ON, MEGATRON = "policy.moe_aux_loss_coeff=0.001", "policy.megatron_cfg"

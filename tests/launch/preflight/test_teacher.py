@@ -98,6 +98,11 @@ def test_a_teacher_with_the_policys_tokenizer_is_accepted(recipe):
     config.refuse(input_files.problems(recipe))
 
 
+def test_a_teacher_with_the_policys_tokenizer_reads_whole_answers(recipe):
+    recipe = dataclasses.replace(recipe, teacher=dataclasses.replace(recipe.teacher, max_total_sequence_length=31))
+    assert named(input_files.problems(recipe)) == {("teacher.max_total_sequence_length", "too-small")}
+
+
 def test_other_ids_for_the_same_tokens_are_refused(recipe, tmp_path):
     def swap(vocabulary):
         vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
