@@ -38,7 +38,10 @@ def vocabulary_difference(student: Mapping[str, int], teacher: Mapping[str, int]
     absent = len(student.keys() - teacher.keys())
     if not moved and absent <= OWN_TOKENS * len(student):
         return ""
-    return f"the id of '{moved[0]}' differs" if moved else f"it lacks {absent} of the policy's {len(student)} tokens"
+    if not moved:
+        return f"it lacks {absent} of the policy's {len(student)} tokens"
+    first = min(moved, key=lambda token: student[token])
+    return f"{len(moved)} of the policy's {len(student)} tokens have another id in it or none, such as '{first}'"
 
 
 def other_vocabulary(key: str, teacher: str, policy: str, difference: str) -> Problem:

@@ -509,13 +509,13 @@ def _check_prompts(key: str, arguments: LLMJudgeArguments) -> Iterator[Problem]:
     known = {*needed, "question", "answer", *arguments.columns}
     prompts = {name: text for name in ("prompt", "second_prompt") if (text := getattr(arguments, name)) is not None}
     for name, text in prompts.items():
-        for written in sorted(set(re.findall(r"\{(\w+)\}", text)) - known):
+        absent = [placeholder for placeholder in needed if f"{{{placeholder}}}" not in text]
+        for placeholder in absent:
+            yield Problem(f"{key}.{name}", "bad-format", f"got {text!r}; expected a string with {{{placeholder}}} in it")
+        for written in sorted(set(re.findall(r"\{(\w+)\}", text)) - known) if not absent else ():
             if close := difflib.get_close_matches(written, known, 1, 0.75):
                 message = f"got {{{written}}} in it, which would reach the judge as it is. Try {{{close[0]}}}"
                 yield Problem(f"{key}.{name}", "bad-format", message)
-        for placeholder in needed:
-            if f"{{{placeholder}}}" not in text:
-                yield Problem(f"{key}.{name}", "bad-format", f"got {text!r}; expected a string with {{{placeholder}}} in it")
     for column in arguments.columns:
         if not any(f"{{{column}}}" in text for text in prompts.values()):
             message = f"got {column}, and the prompt has no {{{column}}}. Try a prompt with it"

@@ -55,6 +55,9 @@ def from_transformers(t: Translator, key: str, frozen: str = "") -> None:
     if frozen:
         t.change(theirs, f"{NONE} {frozen}")
         return
+    if config is not None and not expert_count(config):
+        t.ignore(theirs, "has no effect, since the model has no experts")
+        return
     chosen = (config or {}).get("num_experts_per_tok")
     if config is None or chosen is None:
         t.change(theirs, f"{NONE} the model is unknown here; try {OURS}={coefficient} x experts of a token / layers")
