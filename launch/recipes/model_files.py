@@ -111,7 +111,7 @@ def _type_problems(key: str, overrides: dict[str, Any], config: dict[str, Any]) 
 def public_model_config(name: str) -> dict[str, Any] | None:
     """Return the description in recipes/models of a model on the Hugging Face Hub; None if there is none. name: ORG/NAME."""
     path = KNOWN / f"{name}.json"
-    if name.count("/") != 1 or not path.is_file():
+    if name.count("/") != 1 or not os.path.isfile(path):
         return None
     config = read_json(path)
     base = config.pop("like", None)
@@ -125,9 +125,9 @@ def described(name: str | None) -> dict[str, Any] | None:
     """
     if name is None:
         return None
-    folder = Path(name) if Path(name).is_dir() else _in_cache(name)
+    folder = Path(name) if os.path.isdir(name) else _in_cache(name)
     path = None if folder is None else Path(folder) / "config.json"
-    if path is not None and not path.is_file():
+    if path is not None and not os.path.isfile(path):
         return None
     config = public_model_config(name) if path is None else read_json(path)
     return None if config is None else {**config, **config.get("text_config", {})}
@@ -142,8 +142,8 @@ EXAMPLES = "a folder that exists, such as the hf/ that a run saved, or a model's
 
 
 def is_local(name: str) -> bool:
-    """Return whether a model is a folder of this machine or in its Hugging Face cache."""
-    return Path(name).is_dir() or _in_cache(name) is not None
+    """Return whether a model is a folder of this machine or in its Hugging Face cache. A folder without permission is none."""
+    return os.path.isdir(name) or _in_cache(name) is not None
 
 
 def model_folder(key: str, name: str) -> Path:
@@ -151,8 +151,8 @@ def model_folder(key: str, name: str) -> Path:
 
     key: the recipe's key of the model's name. Raises RecipeError.
     """
-    if Path(name).is_dir():
-        if not (Path(name) / "config.json").exists() and key.endswith("model_name"):
+    if os.path.isdir(name):
+        if not os.path.exists(Path(name) / "config.json") and key.endswith("model_name"):
             message = f"{name} has no config.json; expected a folder with a Hugging Face checkpoint"
             raise RecipeError(Problem(key, "file-not-found", message))
         return Path(name)
@@ -185,7 +185,7 @@ def _in_cache(name: str) -> Path | None:
     if _looks_like_path(name):
         return None
     snapshot = hub_snapshot("models", name)
-    return snapshot if snapshot and (snapshot / "config.json").exists() else None
+    return snapshot if snapshot and os.path.exists(snapshot / "config.json") else None
 
 
 def hub_snapshot(kind: str, repository: str, revision: str | None = None) -> Path | None:
@@ -198,7 +198,7 @@ def hub_snapshot(kind: str, repository: str, revision: str | None = None) -> Pat
         snapshot = folder / "snapshots" / (revision or user_files.read_text(folder / "refs/main", 1024).strip())
     except (OSError, ValueError):
         return None
-    return snapshot if snapshot.is_dir() else None
+    return snapshot if os.path.isdir(snapshot) else None
 
 
 def read_json(path: Path, most: int = user_files.MAX_TEXT) -> dict[str, Any]:
