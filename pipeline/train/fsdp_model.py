@@ -71,7 +71,7 @@ class PackedModel(nn.Module):
 
     def forward(self, batch: LocalBatch, top_k: int = 0, truncated: bool = True) -> Outputs:
         """Return outputs of the whole batch. top_k: see `packed_outputs`. truncated: False to ignore the head's truncation."""
-        with self._routing(batch):
+        with self.routers.forward(batch) if self.routers else contextlib.nullcontext():
             # With use_cache, transformers would ignore that positions restart.
             hidden = language_model(self.hf)(
                 input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, packing=batch.packing
@@ -88,16 +88,6 @@ class PackedModel(nn.Module):
             weight = torch.cat([weight, bias[:, None]], 1)
             hidden = F.pad(hidden, (0, 1), value=1.0)
         return head.outputs(hidden, weight, batch, self.shard, top_k)
-
-    def _routing(self, batch: LocalBatch) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which layers route the tokens whose states this rank has between layers."""
-        ranks, experts, rows = self.tensor_ranks, batch.experts, batch.balanced
-        if self.routers is None:
-            return contextlib.nullcontext()
-        if ranks is not None and ranks.sequence:
-            experts = None if experts is None else experts.chunk(ranks.group.size())[ranks.group.rank()]
-            rows = None if rows is None else rows.part(ranks.group)
-        return self.routers.forward(experts, rows)
 
 
 def build(
@@ -241,7 +231,7 @@ def _routers(model: PackedModel, coefficient: float, meshes: Meshes | None) -> R
     if (ranks := model.tensor_ranks) is None:
         return Routers(model.hf, coefficient, shared)
     if ranks.sequence:
-        return Routers(model.hf, coefficient, [*shared, ranks.group])
+        return Routers(model.hf, coefficient, shared, split=ranks.group)
     return Routers(model.hf, coefficient, shared, counts=ranks.group.rank() == 0)
 
 

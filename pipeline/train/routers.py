@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from pipeline.recipe.problems import Problem, RecipeError
+from pipeline.train.context_parallel import LocalBatch
 from pipeline.train.expert_parallel import expert_modules
 from pipeline.train.load_balancing import BalancedRows, LoadBalancing
 from pipeline.types import NO_EXPERT
@@ -41,16 +42,23 @@ class Routers:
     """The mixtures of experts of a model, and the experts that their tokens go to."""
 
     def __init__(
-        self, hf: PreTrainedModel, coefficient: float, shared: Sequence[dist.ProcessGroup] = (), counts: bool = True
+        self,
+        hf: PreTrainedModel,
+        coefficient: float,
+        shared: Sequence[dist.ProcessGroup] = (),
+        split: dist.ProcessGroup | None = None,
+        counts: bool = True,
     ) -> None:
         """Change the mixtures' forward. coefficient: of the load-balancing loss. shared, counts: see `LoadBalancing`.
 
+        split: the ranks that split a sequence's tokens between layers; None: none do.
         Raises RecipeError if transformers does not dispatch the model's experts by token.
         """
         modules = expert_modules(hf)
         if not modules:
             raise refusal(coefficient, f"{type(hf).__name__} has no experts that transformers dispatches by token")
-        self._coefficient = coefficient
+        self._coefficient, self._split = coefficient, split
+        shared = [*shared, *([split] if split else [])]
         self.balancing = LoadBalancing(coefficient, len(modules), shared, counts) if coefficient else None
         self._experts: torch.Tensor | None = None
         self._rows: BalancedRows | None = None
@@ -61,13 +69,10 @@ class Routers:
             mixture.forward = functools.partial(self._forward, mixture.forward, layer, int(experts.num_experts))  # pyright: ignore[reportArgumentType]
 
     @contextlib.contextmanager
-    def forward(self, experts: torch.Tensor | None, rows: BalancedRows | None) -> Iterator[None]:
-        """Within this context, and when a backward pass recomputes it, replay these experts and balance these rows.
-
-        experts: [t, E, K], see PackedBatch.experts; None: the routers choose. rows: None: no load-balancing loss.
-        """
-        check_layers(experts, self._layers)
-        self._experts, self._rows, self._in_forward = experts, rows, True
+    def forward(self, batch: LocalBatch) -> Iterator[None]:
+        """Route the tokens of a microbatch within this context, and when a backward pass recomputes it."""
+        self._experts, self._rows = routed(batch, self._layers, self._split)
+        self._in_forward = True
         yield
         self._in_forward = False
 
@@ -140,7 +145,17 @@ def recorded(experts: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) 
     return scores.gather(-1, experts), experts
 
 
-def check_layers(experts: torch.Tensor | None, layers: int) -> None:
-    """Raise ValueError if the experts that an engine recorded, [t, E, K], are of another number of layers."""
+def routed(batch: LocalBatch, layers: int, split: dist.ProcessGroup | None) -> tuple[torch.Tensor | None, BalancedRows | None]:
+    """Return (experts, rows) of the tokens whose states this rank has between layers.
+
+    experts: to replay, [t, E, K]; None: the routers choose. rows: None: no load-balancing loss. layers: number of layers with
+    experts. split: the ranks that split a sequence's tokens between layers. Raises ValueError if the engine recorded the
+    experts of another number of layers.
+    """
+    experts, rows = batch.experts, batch.balanced
     if experts is not None and experts.size(1) != layers:
         raise ValueError(f"the engine recorded the experts of {experts.size(1)} layers; the policy has {layers} with experts")
+    if split is None:
+        return experts, rows
+    own = None if experts is None else experts.chunk(split.size())[split.rank()]
+    return own, None if rows is None else rows.part(split)

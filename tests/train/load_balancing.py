@@ -26,7 +26,7 @@ SIGMOID = ("deepseek_v3", "deepseek_v3_plain", "glm4_moe", "glm4_moe_lite", "glm
 
 
 class Balanced(NamedTuple):
-    """What a step with the load-balancing loss must give."""
+    """The expected gradients and metrics of a step with the load-balancing loss."""
 
     gradients: dict[str, torch.Tensor]  # by name on disk
     loss: float  # the policy's

@@ -22,14 +22,14 @@ from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.train.context_parallel import LocalBatch
 from pipeline.train.load_balancing import BalancedRows, LoadBalancing
 from pipeline.train.megatron.groups import context_group, tensor_group
-from pipeline.train.routers import check_layers, recorded, refusal
+from pipeline.train.routers import recorded, refusal, routed
 
 OVERRIDES = "policy.megatron_cfg.model_overrides"
 _ROUTER = re.compile(r"decoder\.layers\.(\d+)\.mlp\.router\.weight")
 
 
 class Routing(NamedTuple):
-    """What a layer's router gets of a microbatch."""
+    """The recorded experts and the balanced rows of a microbatch, for one layer."""
 
     experts: torch.Tensor | None = None  # [t, K] int64, to replay; None: the router chooses
     rows: BalancedRows | None = None  # None: no load-balancing loss
@@ -60,11 +60,7 @@ class StageRouters:
     @contextlib.contextmanager
     def forward(self, batch: LocalBatch) -> Iterator[None]:
         """Route the tokens of a microbatch within this context, and when a backward pass recomputes it."""
-        experts, rows = batch.experts, batch.balanced
-        check_layers(experts, self._layers)
-        if self._split is not None:
-            experts = None if experts is None else experts.chunk(self._split.size())[self._split.rank()]
-            rows = None if rows is None else rows.part(self._split)
+        experts, rows = routed(batch, self._layers, self._split)
         keep = torch.is_grad_enabled()
         for layer, router in self._routers.items():
             router.begin(Routing(None if experts is None else experts[:, layer].long(), rows), keep)
