@@ -125,11 +125,10 @@ def described(name: str | None) -> dict[str, Any] | None:
     """
     if name is None:
         return None
-    folder = Path(name) if os.path.isdir(name) else _in_cache(name)
-    path = None if folder is None else Path(folder) / "config.json"
-    if path is not None and not os.path.isfile(path):
-        return None
-    config = public_model_config(name) if path is None else read_json(path)
+    if (folder := Path(name) if os.path.isdir(name) else _in_cache(name)) is None:
+        config = public_model_config(name)
+    else:
+        config = read_json(folder / "config.json") if os.path.isfile(folder / "config.json") else None
     return None if config is None else {**config, **config.get("text_config", {})}
 
 

@@ -181,6 +181,14 @@ def test_a_text_that_is_a_number_and_flags_of_the_command_line(tmp_path: Path) -
     assert any("8 x 1 x 4 processes = 32" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("adapters", ["", " --use_peft"])
+def test_a_dense_model_has_no_load_to_balance(tmp_path: Path, adapters: str) -> None:
+    command = SFT.replace(" m ", " Qwen/Qwen3-8B ") + adapters
+    (note,) = [note for note in layers(tmp_path, f"{command} --router_aux_loss_coef 0.01").notes if "router_aux" in note]
+    assert "has no effect, since the model has no experts" in note
+    assert not any("router_aux" in note for note in layers(tmp_path, command).notes)
+
+
 @pytest.mark.parametrize(
     ("launcher", "gpus"),
     [

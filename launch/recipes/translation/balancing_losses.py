@@ -49,14 +49,15 @@ def from_transformers(t: Translator, key: str, frozen: str = "") -> None:
     """
     given, config = t.consume(key), described(t.get_layer(MODEL))
     coefficient = (config or {}).get("router_aux_loss_coef") if given is None else given
-    if not coefficient or (given is None and not expert_count(config or {})):
+    if not coefficient:
         return
     theirs = f"{key}={coefficient}" if given is not None else f"router_aux_loss_coef={coefficient} of the model"
+    if config is not None and not expert_count(config):
+        if given is not None:
+            t.ignore(theirs, "has no effect, since the model has no experts")
+        return
     if frozen:
         t.change(theirs, f"{NONE} {frozen}")
-        return
-    if config is not None and not expert_count(config):
-        t.ignore(theirs, "has no effect, since the model has no experts")
         return
     chosen = (config or {}).get("num_experts_per_tok")
     if config is None or chosen is None:
