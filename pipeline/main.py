@@ -172,8 +172,6 @@ def _coordinate(
         tokenizer=tokenizer,
         monitor=monitor,
     )
-    if algorithm.needs.own_top_k and recipe.loss_fn.kl_type == "gold":
-        train.call(TrainRole.match_tokens, run.teacher_samples.matched).result()
     if config.generates(recipe):
         engines = [RpcGroup(client, world, engine, GenerateRole, timeouts) for engine in workers.engines]
         judge = _judge(recipe, train, data_ranks, reward, judges, tokenizer)
@@ -233,8 +231,16 @@ def _training_run(
         logger=logger,
         saver=saver,
         progress=RunProgress(recipe, deadline, attempt, saver),
-        teacher_samples=TeacherSamples(recipe, tokenizer),
+        teacher_samples=_teacher_samples(recipe, train, tokenizer),
     )
+
+
+def _teacher_samples(recipe: Recipe, train: RpcGroup[TrainRole], tokenizer: PreTrainedTokenizerBase) -> TeacherSamples:
+    """Return what writes samples for teachers; train ranks learn which of the teachers' tokens GOLD matches."""
+    samples = TeacherSamples(recipe, tokenizer)
+    if algorithms.build(recipe).needs.own_top_k and recipe.loss_fn.kl_type == "gold":
+        train.call(TrainRole.match_tokens, samples.matched).result()
+    return samples
 
 
 def _judge(

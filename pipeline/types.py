@@ -31,6 +31,8 @@ Head = Literal["logprobs", "values"]
 
 NO_EXPERT = -1
 """Number of an expert that no engine recorded: the router of the trained model chooses."""
+NO_TOKEN = -1
+"""Token id that stands where there is no token."""
 
 
 LARGEST_REWARD = 1e15

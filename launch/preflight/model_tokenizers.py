@@ -12,11 +12,9 @@ from launch.recipes.model_files import is_inside, model_config, model_folder
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import PolicyConfig, Problem, Recipe, collected
-from pipeline.data.file_tokenizer import read_tokenizer
+from pipeline.data.file_tokenizer import TOKENIZER_FILES, read_tokenizer
 from pipeline.data.templates import choose_template, folder_template
 from pipeline.data.token_alignment import TokenBytes, other_vocabulary, vocabulary_difference
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def problems(
@@ -141,7 +139,7 @@ def teacher_problems(
     policy lacks. tokenizer: the policy's tokenizer.json, or None. pending: models that needed recipes are still to write.
     notes: receives which teachers have another tokenizer.
     """
-    student_rows = rows("policy", recipe.policy, pending)
+    student_rows, needs = rows("policy", recipe.policy, pending), build(recipe).needs
     for name, teacher in config.teachers(recipe).items():
         if teacher.model_name is None:  # other checks report it
             continue
@@ -150,12 +148,11 @@ def teacher_problems(
         if tokenizer and not is_inside(model.tokenizer.name, pending):
             with collected([]):  # other checks report errors, such as a missing folder
                 difference = _difference(section, model, tokenizer)
-        needs = build(recipe).needs
         if difference and needs.teacher_top_k and not needs.own_top_k:
             yield other_vocabulary(key, teacher.model_name, recipe.policy.tokenizer.name, difference)
             continue
         if difference or needs.own_top_k:
-            yield from _other_tokenizer(recipe, section, model, tokenizer, pending)
+            yield from _other_tokenizer(recipe, section, model, tokenizer, pending, needs.teacher_top_k)
             if notes is not None:
                 differs = f"its vocabulary differs from the policy's: {difference}; " if difference else ""
                 what = "distributions at the ends of" if needs.own_top_k else "log-probs of"
@@ -185,10 +182,10 @@ def _difference(section: str, model: PolicyConfig, student_file: Path) -> str | 
 
 
 def _other_tokenizer(
-    recipe: Recipe, section: str, model: PolicyConfig, student_file: Path | None, pending: Sequence[os.PathLike]
+    recipe: Recipe, section: str, model: PolicyConfig, student_file: Path | None, pending: Sequence[os.PathLike], top_k: int
 ) -> Iterator[Problem]:
-    """Yield the problems of a teacher with another tokenizer than the policy's."""
-    reading, top_k = (yield from _check(recipe, section, model, pending)), build(recipe).needs.teacher_top_k
+    """Yield the problems of a teacher that reads texts in its own tokens. top_k: see Needs.teacher_top_k."""
+    reading = yield from _check(recipe, section, model, pending)
     if reading:
         yield from _too_large(reading, f"{section}.tokenizer.name", f"{section}.model_name", reading.rows)
         least = min(reading.rows or top_k, rows("policy", recipe.policy, pending) or top_k)

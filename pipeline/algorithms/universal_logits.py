@@ -13,10 +13,9 @@ import torch
 from pipeline.algorithms.divergence import chunk_sums, means_by_teacher
 from pipeline.algorithms.reductions import masked_share
 from pipeline.algorithms.sections import LossConfig
-from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, TopK
+from pipeline.types import NO_TOKEN, GlobalCounts, LossOutput, Outputs, PackedBatch, TopK
 
 LEAST = -18.420680743952367  # log 1e-8: TRL's bound of the log-probs of earlier and of matched tokens
-NO_TOKEN = -1
 
 
 def earlier_logprobs(logprobs: torch.Tensor, is_last: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Recipe
 from pipeline.data.chat import load_tokenizer
+from pipeline.data.file_tokenizer import TOKENIZER_FILES
 from pipeline.data.rendering import TemplateRefusal
 from pipeline.data.stop_tokens import model_file
 from pipeline.data.teacher_text import NotAligned, TeacherText, at_chunk_ends, unscored
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class TeacherSamples:
@@ -38,22 +37,21 @@ class TeacherSamples:
         self._texts: dict[str, TeacherText] = {}
         self._logged, self._needs = False, build(recipe).needs
         for name, teacher in config.teachers(recipe).items():
-            model, key = config.teacher_policy(recipe, teacher), f"{config.teacher_section(name)}.model_name"
-            if not self._needs.own_top_k and not any(model_file(model.tokenizer.name, file) for file in FILES):
+            model, section = config.teacher_policy(recipe, teacher), config.teacher_section(name)
+            if not self._needs.own_top_k and not any(model_file(model.tokenizer.name, file) for file in TOKENIZER_FILES):
                 continue
             of_teacher = load_tokenizer(model.tokenizer)
             difference = vocabulary_difference(tokenizer.get_vocab(), of_teacher.get_vocab())
             if not difference and not self._needs.own_top_k:
                 continue
             if self._needs.teacher_top_k and not self._needs.own_top_k:
+                key = f"{section}.model_name"
                 raise RecipeError(other_vocabulary(key, str(model.model_name), recipe.policy.tokenizer.name, difference))
             try:
                 self._texts[name] = TeacherText(recipe.policy, tokenizer, model, of_teacher, recipe.data.apply_chat_template)
             except ValueError as error:
-                raise RecipeError(
-                    Problem(f"{config.teacher_section(name)}.tokenizer.name", "unsupported", str(error))
-                ) from None
-            logger.info("%s: answers are tokenized again for it: %s", config.teacher_section(name), difference or "by kl_type")
+                raise RecipeError(Problem(f"{section}.tokenizer.name", "unsupported", str(error))) from None
+            logger.info("%s: answers are tokenized again for it: %s", section, difference or "by kl_type")
 
     @property
     def matched(self) -> dict[str, np.ndarray]:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 VOCABULARY, SPECIAL_TOKENS = "tokenizer.json", "special_tokens_map.json"
+TOKENIZER_FILES = (VOCABULARY, "tokenizer.model", "vocab.json")
+"""A folder with a tokenizer has one of these."""
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 

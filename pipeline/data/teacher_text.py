@@ -29,7 +29,7 @@ from pipeline.data.special_tokens import CUT_HERE, SpecialTokenEscaper
 from pipeline.data.stop_tokens import stop_tokens
 from pipeline.data.token_alignment import NO_CHUNK, TokenBytes, chunk_numbers, places_of_offsets, spell
 from pipeline.data.turn_ends import ANSWER, RENDER_ERRORS, find_turn_ends
-from pipeline.types import Prompt, Rollout, Sample, TeacherTokens
+from pipeline.types import NO_TOKEN, Prompt, Rollout, Sample, TeacherTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ class TeacherText:
         return [] if end is None else [end]
 
     def matched(self) -> np.ndarray:
-        """Return the policy's id of each of the teacher's tokens with the same bytes, [V] int32; -1 for the others.
+        """Return the policy's id of each of the teacher's tokens with the same bytes, [V] int32; NO_TOKEN for the others.
 
         Special and other added tokens have the same text only if both tokenizers add them. Of several ids, the lowest counts.
         """
@@ -84,9 +84,9 @@ class TeacherText:
         ours, theirs = (sorted(one.get_vocab().values()) for one in (self._tokenizer, self._teacher))
         for id, text in zip(ours, self._bytes.of(ours), strict=True):
             known.setdefault((text, id in of_policy), id)
-        matched = np.full(theirs[-1] + 1, -1, np.int32)
+        matched = np.full(theirs[-1] + 1, NO_TOKEN, np.int32)
         matched[theirs] = [
-            known.get((text, id in added), -1) for id, text in zip(theirs, self._teacher_bytes.of(theirs), strict=True)
+            known.get((text, id in added), NO_TOKEN) for id, text in zip(theirs, self._teacher_bytes.of(theirs), strict=True)
         ]
         return matched
 

@@ -512,7 +512,9 @@ def _check_prompts(key: str, arguments: LLMJudgeArguments) -> Iterator[Problem]:
         absent = [placeholder for placeholder in needed if f"{{{placeholder}}}" not in text]
         for placeholder in absent:
             yield Problem(f"{key}.{name}", "bad-format", f"got {text!r}; expected a string with {{{placeholder}}} in it")
-        for written in sorted(set(re.findall(r"\{(\w+)\}", text)) - known) if not absent else ():
+        if absent:
+            continue
+        for written in sorted(set(re.findall(r"\{(\w+)\}", text)) - known):
             if close := difflib.get_close_matches(written, known, 1, 0.75):
                 message = f"got {{{written}}} in it, which would reach the judge as it is. Try {{{close[0]}}}"
                 yield Problem(f"{key}.{name}", "bad-format", message)

@@ -95,12 +95,13 @@ def for_tokens_of(outputs: Sequence[torch.Tensor], sample: Sample) -> list[torch
     return [sums[at], tokens[ends[at]], of_tokens[ends[at]] + earlier[at, None]]
 
 
-def with_candidates(batch: PackedBatch, own: TopK, matched: Mapping[str, torch.Tensor]) -> PackedBatch:
+def with_candidates(batch: PackedBatch, policy: Outputs, matched: Mapping[str, torch.Tensor]) -> PackedBatch:
     """Return a batch whose teachers' tokens, in their own ids, are replaced by the policy's tokens to compare.
 
-    own: the policy's most likely tokens. matched: by the teacher's name, see `candidates`; {} for kl_type=uld.
+    policy: its outputs with its most likely tokens. matched: by the teacher's name, see `candidates`; {} for kl_type=uld.
     """
-    assert batch.teacher is not None
+    own = policy.top_k
+    assert batch.teacher is not None and own is not None
     if not matched:
         return dataclasses.replace(batch, teacher=candidates(batch.teacher, own, None))
     parts, one = [], next(iter(matched.values()))  # for an empty microbatch, which has no teacher

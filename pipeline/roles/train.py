@@ -118,7 +118,7 @@ class TrainRole:
 
     @verb("setup")
     def match_tokens(self, matched: dict[str, np.ndarray]) -> None:
-        """Keep teacher -> the policy's id of each of its tokens with the same text, [V] int32; -1 for the others."""
+        """Keep teacher -> the policy's id of each of its tokens with the same text, [V] int32; NO_TOKEN for the others."""
         self._matched = {name: torch.from_numpy(ids.astype(np.int64)) for name, ids in matched.items()}
 
     @verb("train")
@@ -185,9 +185,7 @@ class TrainRole:
                 batches = self._pack(update.samples, update.forward, self._policy.device)
                 outputs = regroup(self._policy.forward(batches, top_k=top_k), update.forward, update)
                 self._batches[i] = [
-                    with_candidates(batch, own.top_k, matched)
-                    for batch, own in zip(self._batches[i], outputs, strict=True)
-                    if own.top_k is not None  # always
+                    with_candidates(batch, own, matched) for batch, own in zip(self._batches[i], outputs, strict=True)
                 ]
 
     def _attach(self, fields: Callable[[Outputs], dict[str, Any]], model: str, weights: str = "policy", first: int = 0) -> None:

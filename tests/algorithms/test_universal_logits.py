@@ -55,7 +55,7 @@ def test_microbatches_change_nothing(kind: str) -> None:
             drawn = [teacher[i].gather(-1, torch.tensor(samples[i].tokens_of_teacher)[:, None].long())[:, 0] for i in members]
             each = [for_tokens_of([drawn[k], *top(teacher[i])], samples[i]) for k, i in enumerate(members)]
             scored = [torch.cat(tensors) for tensors in zip(*each, strict=True)]
-        batch = with_candidates(replace(batch, teacher=TopK(scored[1], scored[2])), own, matched)
+        batch = with_candidates(replace(batch, teacher=TopK(scored[1], scored[2])), Outputs(top_k=own), matched)
         assert batch.teacher is not None
         of_candidates = TopK(batch.teacher.tokens, logprobs.gather(-1, batch.teacher.tokens.clamp(min=0)))
         outputs = Outputs(logprobs.gather(-1, batch.tokens[:, None])[:, 0], top_k=of_candidates)

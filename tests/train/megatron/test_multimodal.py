@@ -51,13 +51,7 @@ def check(families: tuple[str, ...], layout: Layout, folder: Path) -> None:
         cases.check_all_held(cases.check_layout(trained, saved))
         named = {in_text(name): name for name in saved}
         expected = layout.eager(folder / family / "text")
-        found = ranks.check_step(
-            trained,
-            layout,
-            expected,
-            3e-6,
-            gradients=lambda trained: {in_text(n): g for n, g in layout.gradients(trained).items()},
-        )
+        found = ranks.check_step(trained, layout, expected, 3e-6, gradients=gradients_of(layout))
         assert found and len(named) == len(saved)
         if family == EXPORTED:
             trained.shards().write(folder / layout.name / "checkpoint", dist.get_rank())
