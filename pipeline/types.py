@@ -150,10 +150,25 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """A conversation of an episode: the tokens before its first turn, and its turns, one after another.
+
+    An agent that rewrites its history, or asks sub-agents, has several. `context` may repeat tokens that the policy sampled in
+    another conversation of the episode; the loss counts them only there.
+    """
+
+    context: np.ndarray  # [P] int32
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One episode with its reward. Its turns follow the prompt, one after another.
 
     Worked example, a turn [7, 2], its observation [9], then a turn [4]: tokens [7, 2, 9, 4], drawn [T, T, F, T].
+
+    The episode of an agent is a tree of turns, which is stored as conversations: `turns`, and `branches` with the turns that
+    continue another history. Every sampled token is in one turn of one conversation.
     """
 
     turns: tuple[Turn, ...]
@@ -163,10 +178,21 @@ class Rollout:
     broke: str = ""  # how the answer made its environment fail, which counts as a wrong answer
     extracted: str = ""  # the answer that the environment found in the last turn; "": none
     notes: dict[str, str] = field(default_factory=dict)  # the environment's texts about the last turn
+    context: np.ndarray | None = None  # [P] int32, the tokens before the first turn; None: the prompt's
+    branches: tuple[Branch, ...] = ()  # the episode's other conversations
+
+    def conversations(self, prompt: Prompt) -> tuple[Branch, ...]:
+        """Return all conversations of the episode, first the one of `turns`."""
+        return (Branch(prompt.tokens if self.context is None else self.context, self.turns), *self.branches)
+
+    @property
+    def all_turns(self) -> tuple[Turn, ...]:
+        """The turns of all conversations."""
+        return (*self.turns, *(turn for branch in self.branches for turn in branch.turns))
 
     @property
     def tokens(self) -> np.ndarray:
-        """[C] int32: all tokens after the prompt."""
+        """[C] int32: all tokens of `turns`."""
         return _join([part for turn in self.turns for part in (turn.completion.tokens, turn.observation)], np.int32)
 
     @property
@@ -183,18 +209,19 @@ class Rollout:
 
     @property
     def drawn_tokens(self) -> int:
-        """The number of tokens that the policy sampled."""
-        return sum(len(turn.completion.tokens) for turn in self.turns)
+        """The number of tokens that the policy sampled in all conversations."""
+        return sum(len(turn.completion.tokens) for turn in self.all_turns)
 
     @property
     def answers(self) -> int:
-        """The number of turns; the policy's thoughts and the answer after them count as one turn."""
-        return sum(not turn.thinking for turn in self.turns[:-1]) + bool(self.turns)
+        """The number of turns of all conversations; the policy's thoughts and the answer after them count as one turn."""
+        others = sum(not turn.thinking for branch in self.branches for turn in branch.turns)
+        return sum(not turn.thinking for turn in self.turns[:-1]) + bool(self.turns) + others
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
-        """The spans of the drawn tokens, in order."""
-        return tuple(span for turn in self.turns for span in turn.completion.spans)
+        """The spans of the drawn tokens of all conversations, in order."""
+        return tuple(span for turn in self.all_turns for span in turn.completion.spans)
 
     @property
     def has_failed(self) -> bool:
@@ -253,6 +280,7 @@ class Sample:
     teacher: str = ""  # the name of the one of several teachers that scores it
     in_teacher: TeacherTokens | None = None  # None: its teacher reads its tokens
     experts: np.ndarray | None = None  # [N, E, K]: see Completion.experts, of the first N tokens; NO_EXPERT for none
+    branches: tuple[Sample, ...] = ()  # of the episode's other conversations, with the same advantage; see Rollout.branches
 
     @property
     def tokens_of_teacher(self) -> np.ndarray:

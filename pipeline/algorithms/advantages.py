@@ -13,11 +13,12 @@ number of counted tokens, so the gradient has the same direction.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from pipeline.algorithms.sections import RewardedConfig, RewardScalingConfig, RewardShapingConfig
-from pipeline.types import NO_EXPERT, Prompt, Rollout, RolloutGroup, Sample
+from pipeline.types import NO_EXPERT, Branch, Prompt, Rollout, RolloutGroup, Sample
 
 ROUNDING = 1e-5  # relative; float32 rewards of one answer in different batches differ by less
 GROUP_EPSILON = 1e-6  # keeps a group's division finite, as in NeMo-RL
@@ -95,36 +96,46 @@ def select_groups(groups: list[RolloutGroup], config: RewardedConfig) -> list[Ro
 
 
 def make_sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: float, counts: bool = True) -> Sample:
-    """Return a prompt and its rollout's turns as one sequence. The loss counts the policy's tokens, all with `advantage`.
+    """Return a rollout as a sample, with a sample in `branches` for each of its other conversations.
 
-    counts: whether the loss counts the sequence. It never counts failed episodes.
+    The loss counts the policy's tokens, all with `advantage`. counts: whether the loss counts the rollout. It never counts
+    failed episodes.
     """
-    at, learned = len(prompt.tokens), counts and not rollout.failure
-    length = at + sum(len(turn.completion.tokens) + len(turn.observation) for turn in rollout.turns)
+    learned, credited = counts and not rollout.failure, 0.0 if rollout.failure else float(reward)
+    sample, *branches = (
+        _conversation_sample(conversation, advantage if learned else None, credited)
+        for conversation in rollout.conversations(prompt)
+    )
+    return replace(sample, branches=tuple(branches)) if branches else sample
+
+
+def _conversation_sample(conversation: Branch, advantage: float | None, reward: float) -> Sample:
+    """Return a conversation as one sequence. advantage: of the policy's tokens; None: the loss counts no token."""
+    at = len(conversation.context)
+    length = at + sum(len(turn.completion.tokens) + len(turn.observation) for turn in conversation.turns)
     tokens, mask = np.empty(length, np.int32), np.zeros(length, np.bool_)
     logprobs, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
-    tokens[:at] = prompt.tokens
-    for turn in rollout.turns:
+    tokens[:at] = conversation.context
+    for turn in conversation.turns:
         sampled, observed = turn.completion.tokens, turn.observation
         span = slice(at, at + len(sampled))
         tokens[span] = sampled
-        if learned:
+        if advantage is not None:
             mask[span], logprobs[span], advantages[span] = True, turn.completion.logprobs, advantage
         at += len(sampled) + len(observed)
         tokens[at - len(observed) : at] = observed
-    experts = _experts(rollout, len(prompt.tokens))
-    return Sample(tokens, mask, logprobs, advantages, 0.0 if rollout.failure else float(reward), experts=experts)
+    return Sample(tokens, mask, logprobs, advantages, reward, experts=_experts(conversation))
 
 
-def _experts(rollout: Rollout, prompt: int) -> np.ndarray | None:
-    """Return the experts that the engine recorded, see Sample.experts; None without records. prompt: tokens of the prompt."""
+def _experts(conversation: Branch) -> np.ndarray | None:
+    """Return the experts that the engine recorded, see Sample.experts; None without records."""
     parts: list[np.ndarray] = []
-    at, end = prompt, 0  # tokens so far; tokens with a row in `parts`
-    for turn in rollout.turns:
+    at, end = len(conversation.context), 0  # tokens so far; tokens with a row in `parts`
+    for turn in conversation.turns:
         at += len(turn.completion.tokens)
         if (rows := turn.completion.experts) is not None:
             first = at - 1 - len(rows)
-            if first > end:  # a turn before has none
+            if first > end:  # a turn before, perhaps of another conversation, has them
                 parts.append(np.full((first - end, *rows.shape[1:]), NO_EXPERT, np.int16))
             parts.append(rows[max(0, end - first) :])
             end = at - 1

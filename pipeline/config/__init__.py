@@ -45,6 +45,7 @@ from pipeline.config.environments import (
     KINDS,
     AnswerCheck,
     EnvironmentConfig,
+    agents,
     answer_check,
     judged_by_expected_answers,
     kind_class,

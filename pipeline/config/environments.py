@@ -25,6 +25,7 @@ from pipeline.recipe.values import HF_OVERRIDES, Bool, Check, Float, Line, Posit
 from pipeline.seams.entry_points import Registry
 
 _OURS = {
+    "agent": "pipeline.environments.agent.Agent",
     "answer_tags": "pipeline.environments.answer_tags.AnswerTags",
     "calculator": "pipeline.environments.tools.CalculatorEnvironment",
     "code": "pipeline.environments.code.Code",
@@ -37,6 +38,7 @@ _OURS = {
     "math": "pipeline.environments.math.Math",
     "minerva_math": "pipeline.environments.minerva_math.MinervaMath",
     "multiple_choice": "pipeline.environments.multiple_choice.MultipleChoice",
+    "python_agent": "pipeline.environments.python_agent.PythonAgent",
     "reward_model": "pipeline.environments.reward_model.RewardModelEnvironment",
     "sliding_puzzle": "pipeline.environments.sliding_puzzle.SlidingPuzzle",
     "tools": "pipeline.environments.tools.Tools",
@@ -238,6 +240,12 @@ def judged_by_expected_answers(environments: Environments, name: str | None) -> 
 def _needs_answers(scorer: AnswerScorer) -> bool:
     arguments, problems = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)
     return bool(problems) or kind_class(scorer.kind).needs_answers(arguments)
+
+
+def agents(environments: Environments) -> frozenset[str]:
+    """Return the environments whose agents play their episodes."""
+    kinds = {name: environment.kind for name, environment in environments.items() if environment.kind in KINDS}
+    return frozenset(name for name, kind in kinds.items() if hasattr(kind_class(str(kind)), "play"))
 
 
 def check_environments(environments: Environments) -> Iterator[Problem]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipeline.config import PolicyConfig
 from pipeline.data.packing import plan_microbatches
 from pipeline.types import DataParallelRank, GlobalCounts, Sample, Update
@@ -14,18 +16,31 @@ def split_batch(
 
     Entries of `ranks` with the same data-parallel rank get the same list. An item is `sequences_per_item` consecutive samples
     (2: the answers of a pair), which stay together in one microbatch. policy.train_micro_batch_size and logprob_batch_size
-    count items too. Raise ValueError if the samples do not divide into updates.
+    count items too. The branches of a sample are in its update, as items of their own. Raise ValueError if the samples do not
+    divide into updates.
     """
     if len(samples) % (update_size * sequences_per_item):
         detail = f" of {sequences_per_item} samples" if sequences_per_item > 1 else ""
         raise ValueError(f"{len(samples)} samples do not divide into updates of {update_size} items{detail}")
     items = [samples[i : i + sequences_per_item] for i in range(0, len(samples), sequences_per_item)]
     updates = [
-        _split_update(items[i : i + update_size], sequences_per_item, policy, ranks[0].size)
+        _split_update(_with_branches(items[i : i + update_size]), sequences_per_item, policy, ranks[0].size)
         for i in range(0, len(items), update_size)
     ]
     shares = [[update[data_rank] for update in updates] for data_rank in range(ranks[0].size)]
     return [shares[data_parallel.rank] for data_parallel in ranks]
+
+
+def _with_branches(items: list[list[Sample]]) -> list[list[Sample]]:
+    """Return the items of an update, each followed by an item for each branch of its sample."""
+    return [
+        part
+        for item in items
+        for part in (
+            [replace(sample, branches=()) if sample.branches else sample for sample in item],
+            *([replace(branch, teacher=item[0].teacher)] for branch in item[0].branches),
+        )
+    ]
 
 
 def _split_update(items: list[list[Sample]], sequences_per_item: int, policy: PolicyConfig, data_ranks: int) -> list[Update]:

@@ -148,6 +148,20 @@ class ServedJudge:
         return tuple(f"http://{address}/v1/chat/completions" for address in self.addresses)
 
 
+@dataclass(frozen=True, slots=True)
+class AgentAccess:
+    """How an agent reaches the policy in one episode: an endpoint of OpenAI's and Anthropic's form, and its secret."""
+
+    url: str  # http://HOST:PORT; OpenAI's base URL is this and /v1
+    key: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables from which OpenAI's and Anthropic's clients read the address and the key."""
+        openai = {"OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_BASE": f"{self.url}/v1", "OPENAI_API_KEY": self.key}
+        return {**openai, "ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": self.key}
+
+
 @dataclass(frozen=True)
 class EnvironmentContext:
     """Everything that an environment gets besides its arguments."""
@@ -186,6 +200,30 @@ class BuiltinEnvironment(Configurable, Environment):
     @classmethod
     def check_answer(cls, answer: str, arguments: Any) -> None:
         """Raise ValueError if texts cannot be judged by the expected answer `answer`. Its record then counts as bad."""
+
+
+class AgentEnvironment(BuiltinEnvironment):
+    """An environment whose agent plays its episodes: it asks the policy through an endpoint, as often as it likes.
+
+    All that the policy says in an episode is learned with the episode's reward. `timeout_s` bounds the time between two of the
+    agent's requests. If `play` raises, the episode counts as wrong, or is dropped if the policy has said nothing yet.
+    """
+
+    is_final = False
+    workers = 256
+
+    @abstractmethod
+    async def play(self, prompt: Prompt, access: AgentAccess, seed: int) -> Outcome:
+        """Run the agent of one episode to its end and return the episode's outcome.
+
+        access: of the endpoint, until this returns. seed: of the episode, the same after a restart. If the episode is cut, this
+        is cancelled, and must end what it started.
+        """
+        ...
+
+    def step(self, episode: Any, text: str) -> Outcome:
+        """Raise TypeError: an agent judges its own episodes."""
+        raise TypeError("an agent plays whole episodes; expected no call of step")
 
 
 def _pattern_error(pattern: str) -> str | None:

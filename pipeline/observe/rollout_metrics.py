@@ -46,7 +46,7 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
         "broke_judge": _mean([float(bool(rollout.broke)) for rollout in judged]),
         "env_failures": float(sum(rollout.has_failed for rollout in rollouts)),
     }
-    completions = [turn.completion for rollout in judged for turn in rollout.turns]
+    completions = [turn.completion for rollout in judged for turn in rollout.all_turns]
     if any(completion.experts is not None for completion in completions):
         unrouted = sum(len(completion.tokens) for completion in completions if completion.experts is None)
         values["unrouted_tokens"] = unrouted / sum(lengths)

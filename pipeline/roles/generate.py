@@ -97,7 +97,8 @@ class GenerateRole:
         most, longest = backend.max_num_seqs, self._policy.generation.vllm_cfg.max_model_len
         broken = {name: environment.broken_reward for name, environment in self._recipe.env.items()}
         parts = backend, judges, self._lockstep, self._world, self.wakeup
-        self._driver = EpisodeDriver(*parts, most, longest, broken, config.rollout_function(self._recipe))
+        players = config.rollout_function(self._recipe), config.agents(self._recipe.env)
+        self._driver = EpisodeDriver(*parts, most, longest, broken, *players)
 
     # ---- weights ------------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ answer is drawn, another episode may begin; it does not wait for the environment
 time that an environment takes does not change which requests share a step of the engine.
 
 With a user's rollout function (`engine_client.py`), the function decides what to draw next: it runs in a judge, and the driver
-gives it completions and draws what it asks for. Before the next step, the driver waits for the first draws of functions that
+gives it completions and draws what it asks for. An environment may have an agent, which does the same, but asks for draws at
+any time and is not waited for. Before the next step, the driver waits for the first draws of functions that
 begin, so a function of one turn has the batches of the built-in rollout. If one takes more than FIRST_DRAW_S, it waits no more.
 
 The engine's other ranks follow in `lockstep.py`.
@@ -24,7 +25,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeline.generate.generate_backend import GenerateBackend
@@ -71,16 +72,17 @@ class EpisodeDriver:
         max_length: int,
         broken_rewards: Mapping[str, float] | None = None,
         function: str = "",
+        agents: Collection[str] = (),
     ):
         """Bind the driver to an engine and its environments.
 
         max_length: maximum tokens of a prompt and its episode together. broken_rewards: environment -> reward of an answer that
         breaks it; 0 for environments that are not in the mapping. function: dotted path of the user's rollout function; "": the
-        built-in rollout.
+        built-in rollout. agents: environments whose agents play their episodes.
         """
         self._engine, self._environments, self._lockstep, self._world = engine, environments, lockstep, world
         self._wakeup, self._max_num_seqs, self._max_length = wakeup, max_num_seqs, max_length
-        self._broken_rewards, self._function = broken_rewards or {}, function
+        self._broken_rewards, self._function, self._agents = broken_rewards or {}, function, agents
         self._works: dict[int, _OpenWork] = {}
         self._urgent: deque[Episode] = deque()  # not begun
         self._waiting: deque[Episode] = deque()  # not begun
@@ -120,7 +122,9 @@ class EpisodeDriver:
         return reply
 
     def _new_episode(self, work: RolloutWork, group_index: int, sample: int) -> Episode:
-        place = work, group_index, sample
+        place, environment = (work, group_index, sample), work.prompts[group_index].environment
+        if environment in self._agents:
+            return FunctionEpisode(*place, function=f"the agent of env.{environment}", is_agent=True)
         return FunctionEpisode(*place, function=self._function) if self._function else Episode(*place)
 
     def drain(self) -> StreamingReply[None]:
@@ -164,6 +168,8 @@ class EpisodeDriver:
         episode.cut = True
         if self._leave_engine(episode):
             return
+        if isinstance(episode, FunctionEpisode) and episode.is_agent and is_in_environment:
+            self._environments.tell(episode.call(self._max_length))
         self._active.discard(episode)  # an episode in an environment ends with that turn
         if not is_in_environment:
             for queue in (self._urgent, self._waiting, self._to_draw, self._after_drain):
@@ -221,15 +227,20 @@ class EpisodeDriver:
 
     def _step(self) -> None:
         self._take_outcomes()
-        if self._function and self._begin_functions():
+        if self._function and not self._agents and self._begin_functions():
             return
         beginning = sorted(self._to_draw, key=lambda episode: episode.order)
         self._to_draw.clear()
         while self._may_begin:
             episode = (self._urgent or self._waiting).popleft()
             self._active.add(episode)
-            beginning.append(episode)
+            if isinstance(episode, FunctionEpisode):
+                self._call_function(episode)
+            else:
+                beginning.append(episode)
         requests = [(request, episode) for episode in beginning for request in episode.requests()]
+        if not (requests or self._to_cut or self._engine.pending):
+            return  # agents have begun
         self._in_engine |= {request.id: episode for request, episode in requests}
         move = Move(self._to_cut, [request for request, _ in requests])
         self._to_cut = []
@@ -335,11 +346,13 @@ class EpisodeDriver:
         """Give a completion to its function, or keep it until the function waits. A cut function gets the last together."""
         episode.receive(completion)
         in_engine = any(request_id in self._in_engine for request_id in episode.request_ids)
-        if not in_engine and episode.has_last_turn:
+        if not in_engine and episode.has_last_turn and not episode.is_agent:
             self._active.discard(episode)
         if episode.ending is not None:
             if not in_engine:
                 self._end(episode, episode.ending)
+        elif episode.is_agent:
+            self._environments.tell(episode.call(self._max_length))
         elif episode.id not in self._in_environment and not (episode.cut and in_engine):
             self._call_function(episode)
 
@@ -352,6 +365,12 @@ class EpisodeDriver:
         assert outcome.function is not None
         if outcome.over:
             self._end_function(episode, episode.ended_rollout(outcome))
+            return
+        if episode.is_agent:
+            if not episode.cut:
+                episode.take(outcome.function.draws)
+                self._draw_for(episode)
+            self._call_function(episode)  # it waits for the next draws
             return
         if episode.cut:
             if not self._leave_engine(episode):

@@ -90,6 +90,7 @@ class DrawnTurn:
     reward: float | None = None  # set by `judge` or by the function; None counts as 0
     metrics: dict[str, float] = field(default_factory=dict)  # those of the last turn count
     extracted: str = ""  # the answer that the environment found in it
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [C] float32, of the sampled distribution
 
     @property
     def conversation(self) -> list[DrawnTurn]:
@@ -140,6 +141,8 @@ class EngineClient:
         self._cut = False
         self.unsent: list[Draw] = []
         self.asked = asyncio.Event()  # there are unsent draws
+        self.was_cut = asyncio.Event()
+        self.drawn: list[DrawnTurn] = []
 
     @overload
     async def generate(
@@ -200,17 +203,24 @@ class EngineClient:
     def deliver(self, completions: Sequence[tuple[int, Completion]], cut: bool) -> None:
         """Return completions to the function. cut: end its other draws, and draw no more."""
         self._cut |= cut
+        if cut:
+            self.was_cut.set()
         for number, completion in completions:
+            if number not in self._contexts:  # the episode was cut before
+                continue
             draw, previous = self._contexts.pop(number)
             future = self._futures.pop(number)
-            if future.cancelled():
-                continue
             if not len(completion.tokens):
+                if future.cancelled():
+                    continue
                 future.set_exception(EpisodeEnded("the turn was cut before its first token", previous))
                 continue
             text = self._text.decoded(completion)
             parts = text, completion.tokens, completion.finish, completion.stop, draw.tokens, previous, number, draw.sampling
-            turn = DrawnTurn(*parts)
+            turn = DrawnTurn(*parts, logprobs=completion.logprobs)
+            self.drawn.append(turn)
+            if future.cancelled():
+                continue
             if self._begins_with_prompt(turn):
                 self._latest = turn
             future.set_result(turn)

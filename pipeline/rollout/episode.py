@@ -147,11 +147,12 @@ class Episode:
 
     def failed_rollout(self, cause: str) -> Rollout:
         """Return the rollout of an episode that failed for a reason other than its answers. It is not trained on."""
-        return Rollout(self._turns(), 0.0, failure=cause)
+        return replace(self._played(), failure=cause)
 
     def broken_rollout(self, cause: str, reward: float) -> Rollout:
         """Return the rollout of an episode whose answer broke its environment. Rewards of its earlier turns do not count."""
-        return Rollout(self._turns(), reward, broke=cause)
+        return replace(self._played(), reward=reward, broke=cause)
 
-    def _turns(self) -> tuple[Turn, ...]:
-        return (*self.turns, *([Turn(self.completion)] if self.completion else []))
+    def _played(self) -> Rollout:
+        """Return a rollout of what was drawn so far, without a reward."""
+        return Rollout((*self.turns, *([Turn(self.completion)] if self.completion else [])), 0.0)

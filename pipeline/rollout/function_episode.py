@@ -1,7 +1,7 @@
-"""The state of an episode that a user's rollout function plays, on the engine's rank.
+"""The state of an episode that a user's rollout function or an agent plays, on the engine's rank.
 
 The rank keeps every completion itself. The function's process names the last turn of its conversation, so neither tokens nor
-log-probs of a rollout come from there.
+log-probs of a rollout come from there. Of an agent's episode all conversations are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing_extensions import override
 from pipeline.rollout.episode import Episode
 from pipeline.rollout.function_messages import Draw, EpisodeSettings, FunctionCall
 from pipeline.rollout.judges.environment_steps import StepOutcome
-from pipeline.types import NOTHING_SAID, Completion, Request, Rollout, Turn, VersionSpan
+from pipeline.types import NOTHING_SAID, Branch, Completion, Request, Rollout, Turn, VersionSpan
 
 UNREWARDED = "its function let EpisodeEnded pass before a turn had a reward"
 
@@ -24,7 +24,8 @@ UNREWARDED = "its function let EpisodeEnded pass before a turn had a reward"
 class FunctionEpisode(Episode):
     """One episode of a group."""
 
-    function: str = ""  # the dotted path
+    function: str = ""  # the dotted path of a function, or the environment of an agent
+    is_agent: bool = False
     begun: bool = False  # the function's first call was sent
     draws: dict[int, Draw] = field(default_factory=dict)  # by number
     completions: dict[int, Completion] = field(default_factory=dict)  # of the draws that have ended, by number
@@ -107,28 +108,46 @@ class FunctionEpisode(Episode):
         assert outcome.function is not None
         if outcome.function.last is None:
             return self.failed_rollout(NOTHING_SAID if self.cut else UNREWARDED)
-        turns = self._conversation(outcome.function.last)
+        played = self._tree(outcome.function.last, outcome.function.others)
         if outcome.function.truncated:
-            turns[-1] = replace(turns[-1], completion=replace(turns[-1].completion, finish="length"))
-        return Rollout(tuple(turns), outcome.reward, outcome.metrics, extracted=outcome.extracted)
+            *before, last = played.turns
+            played = replace(played, turns=(*before, replace(last, completion=replace(last.completion, finish="length"))))
+        judged = {"metrics": outcome.metrics, "extracted": outcome.extracted, "notes": outcome.notes}
+        return replace(played, reward=outcome.reward, **judged)
 
     @override
     def cut_rollout(self) -> Rollout:
         return self.failed_rollout(NOTHING_SAID)
 
     @override
-    def _turns(self) -> tuple[Turn, ...]:
-        """Return the latest conversation that begins with the prompt, for an episode whose function has failed."""
+    def _played(self) -> Rollout:
+        """Return the latest conversation that begins with the prompt, or all conversations of an agent."""
+        if self.is_agent:
+            said = [number for number, completion in self.completions.items() if len(completion.tokens)]
+            continued = {self.draws[number].previous for number in said}
+            ends = sorted(number for number in said if number not in continued)
+            return self._tree(ends[-1], tuple(ends[:-1])) if ends else Rollout((), 0.0)
         ends = [number for number in self.completions if self._begins_with_prompt(number)]
-        return tuple(self._conversation(ends[-1])) if ends else ()
+        return self._tree(ends[-1], ()) if ends else Rollout((), 0.0)
+
+    def _tree(self, last: int, others: tuple[int, ...]) -> Rollout:
+        """Return the conversations that end in these draws. A turn of several is in the first of them, `last` first."""
+        numbers = self._numbers(last)
+        context = self.draws[numbers[0]].tokens
+        told, branches = {*numbers}, []
+        for other in others:
+            rest = [number for number in self._numbers(other) if number not in told]
+            told.update(rest)
+            branches.append(Branch(self.draws[rest[0]].tokens, tuple(self._turns(rest))))
+        own = None if np.array_equal(context, self.prompt.tokens) else context
+        return Rollout(tuple(self._turns(numbers)), 0.0, context=own, branches=tuple(branches))
 
     def _begins_with_prompt(self, number: int) -> bool:
         first = self.draws[self._numbers(number)[0]]
         return np.array_equal(first.tokens, self.prompt.tokens) and len(self.completions[number].tokens) > 0
 
-    def _conversation(self, last: int) -> list[Turn]:
-        """Return the turns up to draw `last`. The tokens between two of them are observations."""
-        numbers = self._numbers(last)
+    def _turns(self, numbers: list[int]) -> list[Turn]:
+        """Return successive draws of a conversation as turns. The tokens between two of them are observations."""
         turns = [Turn(self.completions[number]) for number in numbers]
         for place, (number, following) in enumerate(itertools.pairwise(numbers)):
             length = len(self.draws[number].tokens) + len(self.completions[number].tokens)

@@ -26,7 +26,8 @@ class EpisodeSettings:
 class FunctionCall:
     """A request to a judge: run the rollout function of an episode until it waits for completions, or returns.
 
-    The first call of an episode has its prompt and its settings. Later calls bring completions.
+    The first call of an episode has its prompt and its settings. Later calls bring completions. An agent, which may ask for
+    draws at any time, has a call that waits for them, and gets completions by messages of this form without a reply.
     """
 
     episode: str  # unique among open episodes
@@ -56,4 +57,5 @@ class FunctionReply:
 
     draws: tuple[Draw, ...] = ()  # that it has asked for since the last call
     last: int | None = None  # when it has returned: the draw of the rollout's last turn; None if no turn was judged
+    others: tuple[int, ...] = ()  # the last draws of the rollout's other conversations
     truncated: bool = False  # it ended because no more turns could be drawn

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline import config
-from pipeline.config import EnvironmentConfig, Recipe, TokenizerConfig
+from pipeline.config import EnvironmentConfig, PolicyConfig, Recipe, TokenizerConfig
 from pipeline.data.stop_strings import text_before_stop
 from pipeline.environments.environment import AnsweredTurn, Environment, Outcome, ProcessStuck, ServedJudge, Unjudged
 from pipeline.rollout.function_messages import FunctionReply
@@ -27,7 +27,9 @@ GRACE_S = 2.0  # extra time for an environment with a time limit of its own to e
 EXTRACTED_CHARACTERS = 500  # kept of an answer that an environment found in a text
 NOTE_CHARACTERS = 2000  # kept of a note
 FUNCTION_BEGIN, FUNCTION = "the function before its first turn", "the function"
-"""Parts of a call that runs a user's rollout function."""
+"""Parts of a call that runs a user's rollout function or an agent."""
+WAITS = "the wait for the engine"
+"""Part of a call that runs an agent, without a time limit."""
 PARTS_BEFORE_ANSWER = ("", "build", "reset", FUNCTION_BEGIN)
 """Parts of a call before the environment sees the answer, so that the answer cannot cause a failure in them."""
 
@@ -51,6 +53,7 @@ class EnvironmentSettings:
     apart: dict[str, int] = field(default_factory=dict)  # environments that each judge builds for itself -> their workers
     function: str = ""  # dotted path of the user's rollout function; "": the built-in rollout
     judge: ServedJudge | None = None  # the generative judge that the job serves
+    policy: PolicyConfig | None = None  # of environments with agents
 
     @classmethod
     def of(cls, recipe: Recipe, judge: ServedJudge | None = None) -> EnvironmentSettings:
@@ -58,7 +61,8 @@ class EnvironmentSettings:
         section: Any = config.section(recipe)  # of an algorithm that samples
         chat, steps = recipe.data.apply_chat_template, getattr(section, "max_num_steps", 0)  # an evaluation has no steps
         parts = recipe.env, recipe.policy.tokenizer, chat, section.max_rollout_turns, sys.path, steps
-        return cls(*parts, function=config.rollout_function(recipe), judge=judge)
+        policy = recipe.policy if config.agents(recipe.env) else None
+        return cls(*parts, function=config.rollout_function(recipe), judge=judge, policy=policy)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

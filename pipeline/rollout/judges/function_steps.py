@@ -1,4 +1,8 @@
-"""Run a user's rollout function in a judge: one call brings completions, and ends when the function waits for others."""
+"""Run a user's rollout function or an agent in a judge.
+
+A call of a function brings completions, and ends when the function waits for others. A call of an agent ends when the agent
+asks for draws or has ended; its completions come in between (`FunctionStepper.deliver`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.environments.environment import AnsweredTurn, Environment, Outcome
+from pipeline.rollout.agents.agent_function import AgentFunction, AgentResult
 from pipeline.rollout.engine_client import DrawnTurn, EngineClient, EpisodeEnded, RolloutFunction
 from pipeline.rollout.function_messages import FunctionCall, FunctionReply
 from pipeline.rollout.judges.conversation_text import ConversationText
@@ -16,6 +21,7 @@ from pipeline.rollout.judges.environment_steps import (
     FUNCTION,
     FUNCTION_BEGIN,
     GOES_ON,
+    WAITS,
     Begin,
     StepOutcome,
     checked_outcome,
@@ -37,8 +43,15 @@ class _OpenEpisode:
 class FunctionStepper:
     """Runs a rollout function for the episodes of a judge, in the event loop of its process."""
 
-    def __init__(self, function: RolloutFunction, environment: Environment, text: ConversationText, max_steps: int = 0) -> None:
+    def __init__(
+        self,
+        function: RolloutFunction | AgentFunction,
+        environment: Environment,
+        text: ConversationText,
+        max_steps: int = 0,
+    ) -> None:
         self.environment, self._function, self._text, self._max_steps = environment, function, text, max_steps
+        self._is_agent = isinstance(function, AgentFunction)
         self._open: dict[str, _OpenEpisode] = {}
         self._lock = asyncio.Lock()  # episodes may share the environment
 
@@ -51,19 +64,32 @@ class FunctionStepper:
             begin("reset")
             await self._begin(call, begin)
         else:
-            begin(FUNCTION)
+            begin(self._part(self._open[call.episode]))
         episode = self._open[call.episode]
         episode.client.deliver(call.completions, call.cut)
-        await _settle(episode)
+        await _settle(episode, self._is_agent)
         if not episode.task.done():
             draws, episode.client.unsent = tuple(episode.client.unsent), []
             episode.client.asked.clear()
+            begin(self._part(episode))
             return StepOutcome(0.0, {}, False, GOES_ON, function=FunctionReply(draws))
         try:
             turns = episode.task.result()
         except EpisodeEnded as ended:
             return _ended(episode.client, ended.turn)
+        if isinstance(turns, AgentResult):
+            return _outcome_of_agent(turns)
         return _outcome(episode.client.checked(turns))
+
+    def deliver(self, message: FunctionCall, begin: Begin) -> None:
+        """Give an agent completions while a call waits for its next draws, or cut it."""
+        if episode := self._open.get(message.episode):
+            episode.client.deliver(message.completions, message.cut)
+            begin(self._part(episode))
+
+    def _part(self, episode: _OpenEpisode) -> str:
+        """Return the part of a call that goes on: an agent's time runs only while the engine draws nothing for it."""
+        return WAITS if self._is_agent and episode.client.outstanding else FUNCTION
 
     async def _begin(self, call: FunctionCall, begin: Begin) -> None:
         prompt, settings = call.prompt, call.settings
@@ -97,11 +123,11 @@ class FunctionStepper:
             opened.client.close()
 
 
-async def _settle(episode: _OpenEpisode) -> None:
-    """Let a function run until it has ended or waits for the engine."""
+async def _settle(episode: _OpenEpisode, is_agent: bool) -> None:
+    """Let a function run until it has ended or waits for the engine; an agent, until it has ended or asks for draws."""
     for _ in range(ROUNDS):
         await asyncio.sleep(0)
-    if episode.task.done() or episode.client.outstanding:
+    if episode.task.done() or (episode.client.unsent if is_agent else episode.client.outstanding):
         return
     asked = asyncio.ensure_future(episode.client.asked.wait())
     await asyncio.wait({episode.task, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -115,6 +141,13 @@ def _outcome(turns: list[DrawnTurn], truncated: bool = False) -> StepOutcome:
     reply = FunctionReply(last=last.number, truncated=truncated)
     judged = checked_outcome(Outcome(reward, last.metrics, extracted=last.extracted))
     return replace(judged, function=reply)
+
+
+def _outcome_of_agent(result: AgentResult) -> StepOutcome:
+    judged = checked_outcome(replace(result.outcome, observation=None))
+    if not result.ends:
+        return replace(judged, function=FunctionReply())
+    return replace(judged, function=FunctionReply(last=result.ends[-1], others=result.ends[:-1], truncated=result.truncated))
 
 
 def _ended(client: EngineClient, turn: DrawnTurn | None) -> StepOutcome:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pipeline.environments.environment import Environment, JudgeLimits
 from pipeline.rollout.judges.environment_steps import (
     PARTS_BEFORE_ANSWER,
+    WAITS,
     EnvironmentSettings,
     StepOutcome,
     brief,
@@ -77,7 +79,8 @@ class ForkedJudge:
         reading = asyncio.ensure_future(read_message(self._reader, EnvReply, MAX_REPLY_BYTES))
         while not reading.done() and not self.ended.done():
             part, begun = self.progress.read()
-            remaining = begun + (BUILD_S if part == "build" else limit_s) - time.monotonic()
+            allowed = {"build": BUILD_S, WAITS: math.inf}.get(part, limit_s)
+            remaining = begun + allowed - time.monotonic()
             if remaining <= 0:
                 reading.cancel()
                 self.kill()
@@ -146,6 +149,11 @@ class JudgeGroup:
         """Queue a call, which a judge takes as soon as possible."""
         self._waiting.append(_WaitingCall(command, content))
         self._start()
+
+    def tell(self, episode: str, content: bytes) -> None:
+        """Send an open episode's judge a message without a reply."""
+        if (held := self._holders.get(episode)) is not None:
+            held.tell(content)
 
     def forget(self, episode: str, content: bytes) -> None:
         """Drop an open episode."""

@@ -30,6 +30,7 @@ from pipeline.rollout.function_messages import FunctionCall
 from pipeline.rollout.judges.environment_steps import (
     FUNCTION,
     PARTS_BEFORE_ANSWER,
+    WAITS,
     EnvStepper,
     StepOutcome,
     StepRequest,
@@ -45,11 +46,14 @@ NAME = b"hetstep-judge"
 OOM_SCORE = 750
 """A judge's value for linux.raise_oom_score. Its parent has 500, the guard of a sandboxed program 999."""
 TRACEBACK_CHARS = 4000  # the last characters of a traceback
-PARTS = (*PARTS_BEFORE_ANSWER, "decoding the answer", "step", "its answer", FUNCTION)
+PARTS = (*PARTS_BEFORE_ANSWER, "decoding the answer", "step", "its answer", FUNCTION, WAITS)
 
 
 class EnvCommand(msgspec.Struct, array_like=True):
-    """A command of the rank: judge a turn (`request`), forget an episode (only `episode`), or close and end (neither)."""
+    """A command of the rank: judge a turn (`request`), forget an episode (only `episode`), or close and end (neither).
+
+    A `request` without a call brings an agent's completions, and has no reply.
+    """
 
     call: int = 0
     episode: str = ""
@@ -166,30 +170,38 @@ def run(
 
 async def _serve_function(connection: socket.socket, stepper: FunctionStepper, progress: Progress) -> None:
     """Run a rollout function until the parent sends the command to end. The function's tasks go on between two calls."""
-    judge = os.getpid()
     reader, writer = await asyncio.open_connection(sock=connection)
+    answering: set[asyncio.Task[None]] = set()
     while True:
         try:
             command, _ = await read_message(reader, EnvCommand)
         except (asyncio.IncompleteReadError, OSError):
             return  # the parent is gone
-        if command.request:
-            begun = time.process_time()
-            try:
-                outcome = await stepper.step(decode(command.request, FunctionCall), progress.begin)
-                reply = _reply(stepper, command, outcome, is_final(False, outcome))
-            except BaseException as error:
-                reply = _failure(stepper, command, error, progress)
-            if os.getpid() != judge:
-                os._exit(0)  # a fork that the function has made
-            reply.cpu_s = time.process_time() - begun
-            writer.write(frame(reply))
-            await writer.drain()
+        if command.call:
+            task = asyncio.ensure_future(_answer(writer, stepper, command, progress))
+            answering.add(task)
+            task.add_done_callback(answering.discard)
+        elif command.request:
+            stepper.deliver(decode(command.request, FunctionCall), progress.begin)
         elif command.episode:
             stepper.forget(command.episode)
         else:
             stepper.environment.close()
             return
+
+
+async def _answer(writer: asyncio.StreamWriter, stepper: FunctionStepper, command: EnvCommand, progress: Progress) -> None:
+    judge, begun = os.getpid(), time.process_time()
+    try:
+        outcome = await stepper.step(decode(command.request, FunctionCall), progress.begin)
+        reply = _reply(stepper, command, outcome, is_final(False, outcome))
+    except BaseException as error:
+        reply = _failure(stepper, command, error, progress)
+    if os.getpid() != judge:
+        os._exit(0)  # a fork that the function has made
+    reply.cpu_s = time.process_time() - begun
+    writer.write(frame(reply))
+    await writer.drain()
 
 
 def _judge(stepper: EnvStepper, command: EnvCommand, progress: Progress) -> EnvReply:

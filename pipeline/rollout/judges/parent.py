@@ -23,17 +23,18 @@ import struct
 import sys
 import threading
 import traceback
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.environments import build_environments
-from pipeline.environments.environment import Environment
+from pipeline.environments.environment import AgentEnvironment, Environment
 from pipeline.files import rank_log
 from pipeline.files.encoding import decode
 from pipeline.recipe import user_code
+from pipeline.rollout.agents.agent_function import AgentFunction
 from pipeline.rollout.engine_client import load_function
 from pipeline.rollout.judges import judge_process
 from pipeline.rollout.judges.conversation_text import ConversationText
@@ -47,6 +48,10 @@ from pipeline.rollout.judges.function_steps import FunctionStepper
 from pipeline.rollout.judges.group import CLOSE_S, ForkedJudge, JudgeGroup
 from pipeline.rollout.judges.judge_process import EnvCommand, EnvReply, Progress, frame, read_message
 from pipeline.sandbox import linux, processes
+
+if TYPE_CHECKING:
+    from pipeline.config import PolicyConfig
+    from pipeline.rollout.agents.policy_serving import PolicyServing
 
 logger = logging.getLogger("pipeline.rollout.judges.parent")  # __name__ is "__main__", of which no format is known
 
@@ -83,6 +88,7 @@ class Parent:
         self._tokenizer = load_tokenizer(settings.tokenizer)
         self._observations = Observations(self._tokenizer, settings.tokenizer, settings.chat) if settings.turns > 1 else None
         self._function = load_function(settings.function) if settings.function else None
+        self._serving = self._load_serving(settings.policy) if settings.policy else None
         linux.raise_open_files()  # each open session of an interpreter uses four
         self.built: dict[str, Environment] = {}
         self.threaded: dict[str, int] = {}  # environments that have started threads -> their workers
@@ -95,6 +101,12 @@ class Parent:
                 self.threaded[name] = self.built[name].workers
         self._by_pid: dict[int, tuple[JudgeGroup, ForkedJudge]] = {}
         self._report = EnvReport()
+
+    def _load_serving(self, policy: PolicyConfig) -> PolicyServing:
+        from pipeline.rollout.agents.policy_serving import PolicyServing  # imports vLLM
+
+        template = self._tokenizer.chat_template
+        return PolicyServing(policy, template if isinstance(template, str) else None, self._observations)
 
     async def serve(self) -> None:
         """Serve the rank until it closes the environments."""
@@ -120,8 +132,10 @@ class Parent:
                 command, content = await read_message(reader, EnvCommand)
             except (asyncio.IncompleteReadError, OSError):
                 os._exit(1)  # the rank is gone
-            if command.request:
+            if command.call:
                 self._groups[command.environment].submit(command, content)
+            elif command.request:
+                self._groups[command.environment].tell(command.episode, content)
             elif command.episode:
                 for group in self._groups.values():
                     group.forget(command.episode, content)
@@ -186,10 +200,14 @@ class Parent:
     def _stepper(self, group: JudgeGroup) -> EnvStepper | FunctionStepper:
         built = {} if group.environment else build_environments.build(self._settings.env, [group.name], self._settings.judge)
         environment = group.environment or built[group.name]
-        if self._function is None:
+        function = self._function
+        if isinstance(environment, AgentEnvironment):
+            assert self._serving
+            function = AgentFunction(environment, self._serving)
+        if function is None:
             return EnvStepper(environment, self._tokenizer, self._observations, self._settings.max_steps)
         parts = self._tokenizer, self._settings.tokenizer, self._settings.chat, self._observations
-        return FunctionStepper(self._function, environment, ConversationText(*parts), self._settings.max_steps)
+        return FunctionStepper(function, environment, ConversationText(*parts), self._settings.max_steps)
 
     def _reap(self) -> None:
         """Collect the children that have ended: judges, and processes that ended judges have left."""

@@ -112,6 +112,11 @@ class JudgePool:
             EnvCommand(self._number, request.episode, encode(request), request.environment, request.title, begins)
         )
 
+    def tell(self, message: FunctionCall) -> None:
+        """Give an agent completions, or cut it, while a call waits for its next draws."""
+        if self._process is not None and self._held.get(message.episode) is self._process:
+            self._process.send(EnvCommand(episode=message.episode, request=encode(message), environment=message.environment))
+
     def take(self) -> list[tuple[str, StepOutcome | CallFailure]]:
         """Return (episode, answer) for each turn that was judged since the last call. Does not wait.
 

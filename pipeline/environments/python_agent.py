@@ -1,0 +1,74 @@
+"""An async function of yours plays each episode: it asks the policy through OpenAI's client.
+
+    async def play(client, task):
+        answer = await client.chat.completions.create(model="policy", messages=task["messages"])
+        return float(task["answer"] in answer.choices[0].message.content)
+
+Each episode has a process of its own, so a function that hangs or crashes costs its own episode. A function that needs another
+client reads the endpoint from `client.base_url` and `client.api_key`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from pipeline.environments.environment import AgentAccess, AgentEnvironment, EnvironmentContext, Outcome
+from pipeline.recipe import user_code
+from pipeline.recipe.values import MISSING, Text
+from pipeline.types import REWARDS
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
+
+
+@dataclass
+class PythonAgentArguments:
+    """The kwargs of `kind: python_agent`."""
+
+    function: Text = MISSING
+    """Dotted path of the function, or FILE.py:NAME: async (client, task, ...) -> a reward, {reward, metrics} or an Outcome."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the function."""
+
+
+class PythonAgent(AgentEnvironment):
+    """Calls a function per episode."""
+
+    Arguments = PythonAgentArguments
+
+    @classmethod
+    @override
+    def needs_answers(cls, arguments: Any) -> bool:
+        return False
+
+    def __init__(self, arguments: PythonAgentArguments, context: EnvironmentContext) -> None:
+        """Import the function and OpenAI's client. Raises ValueError for what is no such function."""
+        import openai  # vLLM brings it; other environments do without
+
+        try:
+            self._function = user_code.load(arguments.function)
+        except user_code.NotFound as error:
+            raise ValueError(f"function: {error}") from error
+        if not inspect.iscoroutinefunction(self._function):
+            raise ValueError(f"function: got {arguments.function}; expected an async function: async def play(client, task)")
+        self._client, self._kwargs = openai.AsyncOpenAI, arguments.kwargs
+        if context.workers:
+            self.workers = context.workers
+
+    @override
+    async def play(self, prompt: Prompt, access: AgentAccess, seed: int) -> Outcome:
+        """Call the function. Raises what it raises, and TypeError if it returns no reward."""
+        async with self._client(base_url=f"{access.url}/v1", api_key=access.key, max_retries=0, timeout=None) as client:
+            result = await self._function(client, dict(prompt.task), **self._kwargs)
+        if isinstance(result, Outcome):
+            return result
+        if isinstance(result, Mapping) and "reward" in result:
+            return Outcome(float(result["reward"]), dict(result.get("metrics") or {}))
+        if isinstance(result, int | float):
+            return Outcome(float(result))
+        raise TypeError(f"it returned a {type(result).__name__}; expected {REWARDS}, a mapping with `reward`, or an Outcome")

@@ -1,0 +1,153 @@
+"""The HTTP endpoint of one episode, for its agent: OpenAI's and Anthropic's routes.
+
+    POST /v1/chat/completions, /v1/completions, /v1/responses      OpenAI
+    POST /v1/messages, /v1/messages/count_tokens                   Anthropic
+    GET  /v1/models
+
+It listens on a free port of this host and lives as long as the episode. Each request carries the episode's secret, as
+`Authorization: Bearer` or `x-api-key`. A request without it, a body above MAX_BODY_BYTES, more than MAX_OPEN requests at a
+time, and a client that does not send its request within REQUEST_S get an error, and cost nobody else anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import pydantic
+from aiohttp import web
+from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import VLLMValidationError
+
+from pipeline.environments.environment import AgentAccess
+from pipeline.rollout.agents.policy_serving import EpisodeServing
+from pipeline.rollout.engine_client import EpisodeEnded
+
+MAX_BODY_BYTES = 64 << 20
+MAX_OPEN = 256
+"""Requests of an episode that may be open at a time."""
+MAX_CONNECTIONS = 1024
+REQUEST_S = 60.0
+"""Seconds in which a client must send its request, from its connection to the last byte of the body."""
+
+Handler = Callable[[Any], Awaitable[Any]]
+
+
+class AgentEndpoint:
+    """Serves one episode, from `start` to `close`."""
+
+    def __init__(self, serving: EpisodeServing, host: str = "127.0.0.1") -> None:
+        self._serving, self._host = serving, host
+        self._key = secrets.token_urlsafe(24)
+        self._open = 0
+        self._proved: weakref.WeakSet[Any] = weakref.WeakSet()  # connections with a complete request
+        self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    async def start(self) -> AgentAccess:
+        """Listen, and return how an agent reaches the endpoint."""
+        application = web.Application(client_max_size=MAX_BODY_BYTES)
+        served = self._serving
+        routes: dict[str, tuple[Any, Handler]] = {
+            "/v1/chat/completions": (ChatCompletionRequest, served.chat.create_chat_completion),
+            "/v1/completions": (CompletionRequest, served.completions.create_completion),
+            "/v1/responses": (ResponsesRequest, served.responses.create_responses),
+            "/v1/messages": (AnthropicMessagesRequest, served.messages.create_messages),
+            "/v1/messages/count_tokens": (AnthropicCountTokensRequest, served.messages.count_tokens),
+        }
+        for path, (form, handler) in routes.items():
+            application.router.add_post(path, self._route(form, handler))
+        application.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._connect, self._host, 0, backlog=1024)
+        address = self._server.sockets[0].getsockname()
+        return AgentAccess(f"http://{address[0]}:{address[1]}", self._key)
+
+    def _connect(self) -> Any:
+        """Return the protocol of a new connection, which is closed if it sends no request of the episode in time."""
+        assert self._runner.server
+        connection = self._runner.server()
+        self._connections.add(connection)
+        if len(self._connections) > MAX_CONNECTIONS:
+            asyncio.get_running_loop().call_soon(self._drop, weakref.ref(connection))
+        asyncio.get_running_loop().call_later(REQUEST_S, self._drop, weakref.ref(connection))
+        return connection
+
+    def _drop(self, reference: weakref.ref[Any]) -> None:
+        connection = reference()
+        if connection is not None and connection not in self._proved and connection.transport is not None:
+            connection.transport.abort()
+
+    async def close(self) -> None:
+        """End the endpoint and its open requests."""
+        self._server.close()
+        await self._runner.cleanup()
+
+    def _allows(self, http: web.Request) -> bool:
+        sent = http.headers.get("Authorization", "").removeprefix("Bearer ") or http.headers.get("x-api-key", "")
+        return hmac.compare_digest(sent.encode(errors="replace"), self._key.encode())
+
+    async def _models(self, http: web.Request) -> web.StreamResponse:
+        if not self._allows(http):
+            return _refusal(401, "the API key is not the episode's", "invalid_api_key")
+        return web.json_response((await self._serving.models.show_available_models()).model_dump())
+
+    def _route(self, form: Any, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            if not self._allows(http):
+                return _refusal(401, "the API key is not the episode's", "invalid_api_key")
+            if self._open >= MAX_OPEN:
+                return _refusal(429, f"{MAX_OPEN} requests are open; expected fewer at a time", "too_many_requests")
+            self._open += 1
+            try:
+                content = await asyncio.wait_for(http.read(), REQUEST_S)
+                self._proved.add(http.protocol)
+                return await _answer(http, form, handler, content)
+            except TimeoutError:
+                return _refusal(408, f"the request did not arrive within {REQUEST_S:g} s", "timeout")
+            finally:
+                self._open -= 1
+
+        return handle
+
+
+async def _answer(http: web.Request, form: Any, handler: Handler, content: bytes) -> web.StreamResponse:
+    """Answer a request of the episode's agent."""
+    try:
+        request = form.model_validate_json(content)
+        if hasattr(request, "model"):
+            request.model = None if form is not AnthropicMessagesRequest else request.model
+        result = await handler(request)
+    except pydantic.ValidationError as error:
+        return _refusal(400, _lines(error), "invalid_request_error")
+    except EpisodeEnded as error:
+        return _refusal(410, str(error), "episode_ended")
+    except (VLLMValidationError, ValueError, TypeError) as error:
+        return _refusal(400, str(error), "invalid_request_error")
+    if isinstance(result, ErrorResponse):
+        return web.json_response(result.model_dump(), status=result.error.code)
+    if not isinstance(result, AsyncGenerator):
+        return web.json_response(text=result.model_dump_json(exclude_none=form is AnthropicMessagesRequest))
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await stream.prepare(http)
+    async for event in result:
+        await stream.write(event.encode() if isinstance(event, str) else event)
+    await stream.write_eof()
+    return stream
+
+
+def _lines(error: pydantic.ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:5])
+
+
+def _refusal(status: int, message: str, code: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "invalid_request_error", "code": code}}, status=status)

@@ -1,0 +1,64 @@
+"""Play one episode with an environment's agent: open its endpoint, run the agent, and return all conversations."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pipeline.environments.environment import AgentEnvironment, Outcome
+from pipeline.rollout.engine_client import EngineClient
+
+if TYPE_CHECKING:
+    from pipeline.rollout.agents.policy_serving import PolicyServing
+    from pipeline.types import Prompt
+
+CUT_S = 2.0
+"""Seconds for an agent to end by itself after its episode is cut."""
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """What an agent's episode came to."""
+
+    outcome: Outcome
+    ends: tuple[int, ...]  # draws that end a conversation; the last is of the rollout's `turns`
+    truncated: bool  # it was cut
+
+
+class AgentFunction:
+    """Plays episodes with the agent of an environment."""
+
+    def __init__(self, environment: AgentEnvironment, serving: PolicyServing) -> None:
+        self._environment, self._serving = environment, serving
+
+    async def __call__(self, engine: EngineClient, prompt: Prompt, seed: int) -> AgentResult:
+        """Return the result of an episode. Raises what the environment raises."""
+        from pipeline.rollout.agents.agent_endpoint import AgentEndpoint  # imports vLLM, which other judges do not need
+
+        serving = self._serving.episode(engine)
+        endpoint = AgentEndpoint(serving)
+        access = await endpoint.start()
+        try:
+            outcome = await self._play(engine, self._environment.play(prompt, access, seed))
+        finally:
+            await endpoint.close()
+        truncated = outcome is None
+        outcome = replace(outcome or Outcome(0.0), observation=None)
+        continued = {turn.previous.number for turn in engine.drawn if turn.previous is not None}
+        ends = tuple(sorted(turn.number for turn in engine.drawn if turn.number not in continued))
+        metrics = {**outcome.metrics, "conversations": float(len(ends)), "forks": float(serving.tree.forks)}
+        return AgentResult(replace(outcome, metrics=metrics), ends, truncated)
+
+    async def _play(self, engine: EngineClient, played: Any) -> Outcome | None:
+        """Return the outcome of an agent, or None if its episode was cut and the agent did not end."""
+        playing, cut = asyncio.ensure_future(played), asyncio.ensure_future(engine.was_cut.wait())
+        try:
+            await asyncio.wait({playing, cut}, return_when=asyncio.FIRST_COMPLETED)
+            if not playing.done():
+                await asyncio.wait({playing}, timeout=CUT_S)
+            return playing.result() if playing.done() else None
+        finally:
+            for task in (playing, cut):
+                task.cancel()
+            await asyncio.wait({playing, cut})
