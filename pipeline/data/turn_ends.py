@@ -63,8 +63,9 @@ def find_turn_ends(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str
 class _TurnEndFinder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:
         self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
-        texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()}
-        texts |= {str(tokenizer.eos_token)} if tokenizer.eos_token else set()
+        added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        eos = {str(tokenizer.eos_token)} if tokenizer.eos_token else set()
+        texts, self._special = ({token.content for token in tokens} | eos for tokens in (added, filter(_is_special, added)))
         longest_first = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
         self._mark = re.compile(f"({longest_first})" if texts else r"(?!)")
 
@@ -141,14 +142,17 @@ class _TurnEndFinder:
         return mark not in openers and self._run(tail)[0][:1] == [mark]
 
     def _end_of_call(self) -> str:
-        """Return the token that ends a conversation whose last turn calls a tool, or an empty text."""
+        """Return the special token that ends a conversation whose last turn calls a tool, or an empty text.
+
+        A token such as GLM's </tool_call>, which is not special, ends a call, and another one may follow.
+        """
         try:
             text = self._render([{"role": "assistant", "content": "", "tool_calls": [_CALL]}])  # type: ignore[typeddict-item]
         except RENDER_ERRORS:
             return ""
         _, name, tail = text.rpartition(_CALL["function"]["name"])
         ends = [match for match in self._mark.finditer(tail) if not tail[match.end() :].strip()] if name else []
-        return ends[-1].group() if ends else ""
+        return ends[-1].group() if ends and ends[-1].group() in self._special else ""
 
     def _run(self, text: str) -> tuple[list[str], str]:
         """Split a text after the tokens at its beginning, which only white space may separate. Return (tokens, rest)."""
@@ -164,6 +168,10 @@ class _TurnEndFinder:
         """Return the beginning of a text up to the end of its first `count` tokens."""
         ends = [match.end() for match in self._mark.finditer(text)]
         return text[: ends[count - 1]] if count else ""
+
+
+def _is_special(token: Any) -> bool:
+    return token.special
 
 
 def _common_beginning(first: list[str], second: list[str]) -> list[str]:

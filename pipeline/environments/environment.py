@@ -43,7 +43,8 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict)
     """The metrics of the last turn count, and a training step reports their means. `accuracy` is shown beside the reward, and
     `reward/NAME` is one of several rewards, which GDPO normalizes on their own."""
-    observation: dict[str, str] | None = None  # reply to the policy: {"role", "content"}; None: the episode ends
+    observation: dict[str, Any] | list[dict[str, Any]] | None = None
+    """The reply to the policy: a message {"role", "content"}, or several, such as results of calls. None: the episode ends."""
     extracted: str = ""  # the text's answer in a normal form, the same for equal answers; "": none
     notes: dict[str, str] = field(default_factory=dict)  # texts that the run's rollouts show beside the answer
 

@@ -81,7 +81,6 @@ def test_a_turn_has_one_end(end):
     tokenizer = with_marks(MARKS, HARMONY)
     told = Observations(tokenizer, TokenizerConfig(), chat=True)
     reply = {"role": "user", "content": "21"}
-    assert told.ends_turn(tokenizer.convert_tokens_to_ids(end))
     after = "<|start|>user<|message|>21<|end|><|start|>assistant"
-    assert tokenizer.decode(told.tokens(reply, ended=True)) == after
-    assert tokenizer.decode(told.tokens(reply, ended=False)) == f"<|end|>{after}"
+    assert tokenizer.decode(told.tokens(reply, tokenizer.convert_tokens_to_ids(end))) == after
+    assert tokenizer.decode(told.tokens(reply, None)) == f"<|end|>{after}"

@@ -56,7 +56,7 @@ class ConversationText:
         if isinstance(reply, dict):
             if self._observations is None:
                 return np.zeros(0, np.int32)  # no further turn can be drawn
-            return self._observations.within(reply, self._observations.ends_turn(after), room)
+            return self._observations.within(reply, after, room)
         tokens = self._tokens(reply, "a text, one message or tokens")
         return tokens if len(tokens) <= room else None
 

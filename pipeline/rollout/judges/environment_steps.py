@@ -152,8 +152,7 @@ class EnvStepper:
         if checked.over or request.last:
             return checked
         assert self._observations is not None and outcome.observation is not None  # it is neither over nor the last turn
-        ended = self._observations.ends_turn(int(request.tokens[-1]))
-        observation = self._observations.within(outcome.observation, ended, request.room)
+        observation = self._observations.within(outcome.observation, int(request.tokens[-1]), request.room)
         return replace(checked, over=False, observation=observation)
 
     def forget(self, episode: str) -> None:
