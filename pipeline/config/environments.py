@@ -260,7 +260,7 @@ def check_environments(environments: Environments) -> Iterator[Problem]:
             for problem in problems:
                 is_secret = problem.code == "unknown-key" and "key" in problem.key[len(key) :]
                 yield _as_secret(problem) if is_secret else problem
-            if scorer.reward is None and hasattr(arguments, "judge"):
+            if scorer.reward is None and getattr(arguments, "judge", None) is not None:
                 judge = environments.get(arguments.judge)
                 yield from _check_judge(environments, f"{key}.judge", arguments.judge)
                 yield from _check_workers(f"env.{name}.workers", environment, arguments.judge, judge)

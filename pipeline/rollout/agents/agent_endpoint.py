@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -25,16 +24,17 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import VLLMValidationError
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from pipeline.environments.environment import AgentAccess
-from pipeline.rollout.agents.policy_serving import EpisodeServing
+from pipeline.rollout.agents.policy_serving import NAME, EpisodeServing
 from pipeline.rollout.engine_client import EpisodeEnded
 
 MAX_BODY_BYTES = 64 << 20
 MAX_OPEN = 256
 """Requests of an episode that may be open at a time."""
-MAX_CONNECTIONS = 1024
+MAX_UNPROVED = 256
+"""Connections that have not sent a request with the episode's secret yet."""
 REQUEST_S = 60.0
 """Seconds in which a client must send its request, from its connection to the last byte of the body."""
 
@@ -48,8 +48,7 @@ class AgentEndpoint:
         self._serving, self._host = serving, host
         self._key = secrets.token_urlsafe(24)
         self._open = 0
-        self._proved: weakref.WeakSet[Any] = weakref.WeakSet()  # connections with a complete request
-        self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._unproved: set[Any] = set()  # connections without a complete request of the episode
 
     async def start(self) -> AgentAccess:
         """Listen, and return how an agent reaches the endpoint."""
@@ -76,16 +75,16 @@ class AgentEndpoint:
         """Return the protocol of a new connection, which is closed if it sends no request of the episode in time."""
         assert self._runner.server
         connection = self._runner.server()
-        self._connections.add(connection)
-        if len(self._connections) > MAX_CONNECTIONS:
-            asyncio.get_running_loop().call_soon(self._drop, weakref.ref(connection))
-        asyncio.get_running_loop().call_later(REQUEST_S, self._drop, weakref.ref(connection))
+        self._unproved.add(connection)
+        seconds = REQUEST_S if len(self._unproved) <= MAX_UNPROVED else 0.0
+        asyncio.get_running_loop().call_later(seconds, self._drop, connection)
         return connection
 
-    def _drop(self, reference: weakref.ref[Any]) -> None:
-        connection = reference()
-        if connection is not None and connection not in self._proved and connection.transport is not None:
-            connection.transport.abort()
+    def _drop(self, connection: Any) -> None:
+        if connection in self._unproved:
+            self._unproved.discard(connection)
+            if connection.transport is not None:
+                connection.transport.abort()
 
     async def close(self) -> None:
         """End the endpoint and its open requests."""
@@ -99,6 +98,7 @@ class AgentEndpoint:
     async def _models(self, http: web.Request) -> web.StreamResponse:
         if not self._allows(http):
             return _refusal(401, "the API key is not the episode's", "invalid_api_key")
+        self._unproved.discard(http.protocol)
         return web.json_response((await self._serving.models.show_available_models()).model_dump())
 
     def _route(self, form: Any, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -110,7 +110,7 @@ class AgentEndpoint:
             self._open += 1
             try:
                 content = await asyncio.wait_for(http.read(), REQUEST_S)
-                self._proved.add(http.protocol)
+                self._unproved.discard(http.protocol)
                 return await _answer(http, form, handler, content)
             except TimeoutError:
                 return _refusal(408, f"the request did not arrive within {REQUEST_S:g} s", "timeout")
@@ -124,23 +124,25 @@ async def _answer(http: web.Request, form: Any, handler: Handler, content: bytes
     """Answer a request of the episode's agent."""
     try:
         request = form.model_validate_json(content)
-        if hasattr(request, "model"):
-            request.model = None if form is not AnthropicMessagesRequest else request.model
+        request.model = NAME  # whatever the agent calls it
         result = await handler(request)
     except pydantic.ValidationError as error:
         return _refusal(400, _lines(error), "invalid_request_error")
     except EpisodeEnded as error:
         return _refusal(410, str(error), "episode_ended")
-    except (VLLMValidationError, ValueError, TypeError) as error:
-        return _refusal(400, str(error), "invalid_request_error")
+    except Exception as error:  # of the request; vLLM knows the status of each kind
+        result = create_error_response(error)
     if isinstance(result, ErrorResponse):
         return web.json_response(result.model_dump(), status=result.error.code)
     if not isinstance(result, AsyncGenerator):
-        return web.json_response(text=result.model_dump_json(exclude_none=form is AnthropicMessagesRequest))
+        text = result.model_dump_json(exclude_none=form is AnthropicMessagesRequest, by_alias=True)
+        return web.json_response(text=text)
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await stream.prepare(http)
     async for event in result:
-        await stream.write(event.encode() if isinstance(event, str) else event)
+        if not isinstance(event, str):  # of /v1/responses
+            event = f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
+        await stream.write(event.encode())
     await stream.write_eof()
     return stream
 

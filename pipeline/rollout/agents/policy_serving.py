@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 CONTINUES = "hetstep_history"
 """Key of an engine input under which `_ExactRenderer` leaves the request's history."""
 NAME = "policy"
-"""Name of the served model. A request may use any other."""
+"""Name of the served model."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class EpisodeServing:
         self.chat = OpenAIServingChat(*parts, "assistant", online_renderer=renderer, **options)
         self.messages = AnthropicServingMessages(*parts, "assistant", online_renderer=renderer, **options)
         self.responses = OpenAIServingResponses(*parts, renderer, **options)
+        self.responses.enable_store = True  # for `previous_response_id`; it ends with the episode
         self.completions = OpenAIServingCompletion(*parts, online_renderer=renderer, request_logger=None)
         self.models = models
 
