@@ -12,7 +12,7 @@ number of counted tokens, so the gradient has the same direction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -94,22 +94,31 @@ def select_groups(groups: list[RolloutGroup], config: RewardedConfig) -> list[Ro
     return [group for group in groups if varies(scaled_rewards(group, config.reward_scaling)[scored_mask(group)])]
 
 
-def make_sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: float, counts: bool = True) -> Sample:
-    """Return a prompt and its rollout's turns as one sequence. The loss counts the policy's tokens, all with `advantage`.
+def make_sample(
+    prompt: Prompt,
+    rollout: Rollout,
+    advantage: float | Sequence[float],
+    reward: float,
+    counts: bool | Sequence[bool] = True,
+) -> Sample:
+    """Return a prompt and its rollout's turns as one sequence. The loss counts the policy's tokens, with `advantage`.
 
-    counts: whether the loss counts the sequence. It never counts failed episodes.
+    advantage: of all turns, or one per entry of `rollout.turns`. counts: whether the loss counts the sequence, or each turn. It
+    never counts failed episodes.
     """
-    at, learned = len(prompt.tokens), counts and not rollout.failure
+    at = len(prompt.tokens)
+    of_turn = np.broadcast_to(np.asarray(advantage, np.float64), len(rollout.turns))
+    learned = np.broadcast_to(np.asarray(counts, np.bool_), len(rollout.turns)) & (not rollout.failure)
     length = at + sum(len(turn.completion.tokens) + len(turn.observation) for turn in rollout.turns)
     tokens, mask = np.empty(length, np.int32), np.zeros(length, np.bool_)
     logprobs, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
     tokens[:at] = prompt.tokens
-    for turn in rollout.turns:
+    for place, turn in enumerate(rollout.turns):
         sampled, observed = turn.completion.tokens, turn.observation
         span = slice(at, at + len(sampled))
         tokens[span] = sampled
-        if learned:
-            mask[span], logprobs[span], advantages[span] = True, turn.completion.logprobs, advantage
+        if learned[place]:
+            mask[span], logprobs[span], advantages[span] = True, turn.completion.logprobs, of_turn[place]
         at += len(sampled) + len(observed)
         tokens[at - len(observed) : at] = observed
     experts = _experts(rollout, len(prompt.tokens))

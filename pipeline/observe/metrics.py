@@ -59,6 +59,8 @@ class SaidTurn(TypedDict):
     told: str
     said_tokens: NotRequired[Count]
     told_tokens: NotRequired[Count]
+    reward: NotRequired[float]
+    malformed: NotRequired[bool]
 
 
 class RolloutLine(TypedDict):
@@ -329,6 +331,8 @@ def _record(
                 "told": tokenizer.decode(turn.observation),
                 "said_tokens": len(turn.completion.tokens),
                 "told_tokens": len(turn.observation),
+                **({} if turn.thinking else {"reward": turn.reward}),
+                **({"malformed": True} if turn.malformed else {}),
             }
             for turn in rollout.turns
         ]

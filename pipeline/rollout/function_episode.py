@@ -107,7 +107,11 @@ class FunctionEpisode(Episode):
         assert outcome.function is not None
         if outcome.function.last is None:
             return self.failed_rollout(NOTHING_SAID if self.cut else UNREWARDED)
-        turns = self._conversation(outcome.function.last)
+        verdicts = outcome.function.verdicts
+        turns = [
+            replace(turn, reward=verdict.reward, malformed=verdict.malformed)
+            for turn, verdict in zip(self._conversation(outcome.function.last), verdicts, strict=True)
+        ]
         if outcome.function.truncated:
             turns[-1] = replace(turns[-1], completion=replace(turns[-1].completion, finish="length"))
         return Rollout(tuple(turns), outcome.reward, outcome.metrics, extracted=outcome.extracted)
