@@ -16,7 +16,8 @@ Worked example, prompt [5, 6], completion [7, 2]:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -147,6 +148,8 @@ class Turn:
     completion: Completion
     observation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [O] int32; empty in the last turn
     thinking: bool = False  # what it thought, with the inserted end as observation; the next turn has the answer
+    reward: float = 0.0  # what the environment gave for it; of a turn of thoughts 0
+    malformed: bool = False  # the environment could not use it, see Outcome.malformed
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,7 @@ class Rollout:
     """
 
     turns: tuple[Turn, ...]
-    reward: float  # of the whole episode
+    reward: float  # of the whole episode, the sum over its turns
     metrics: dict[str, float] = field(default_factory=dict)  # the environment's, e.g. {"accuracy": 1.0}
     failure: str = ""  # why it has no reward: it could not be judged, and is not trained on
     broke: str = ""  # how the answer made its environment fail, which counts as a wrong answer
@@ -237,6 +240,12 @@ class Rollout:
     def stop(self) -> str:
         """The `stop` of the last turn; "" if there are no turns."""
         return self.turns[-1].completion.stop if self.turns else ""
+
+
+def whole_reward(turns: Sequence[Turn], reward: float) -> tuple[Turn, ...]:
+    """Return the turns of an episode that was judged as a whole: its reward is the last turn's, and no other has any."""
+    last = len(turns) - 1
+    return tuple(replace(turn, reward=reward if place == last else 0.0) for place, turn in enumerate(turns))
 
 
 NOTHING_SAID = "it was cut before it said anything"

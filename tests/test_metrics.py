@@ -260,7 +260,8 @@ def test_a_reward_models_scores_do_not_make_answers_right():
 
 def test_the_record_of_an_episode(tmp_path):
     metrics = Metrics(tmp_path, LoggerConfig(), after_step=None)
-    episode = Rollout((told([1, 2], [9, 9]), told([4], [])), 0.0, failure="it hung")
+    first = replace(told([1, 2], [9, 9]), reward=0.25, malformed=True)
+    episode = Rollout((first, told([4], [])), 0.0, failure="it hung")
     ended = Rollout((Turn(replace(told([6, 7, 8], []).completion, stop=" 7 8")),), 1.0)
     prompt = replace(group(0.0).prompt, dataset="puzzles")
     metrics.log_rollouts(1, [RolloutGroup(prompt, (episode,)), group(1.0), RolloutGroup(prompt, (ended,))], Words())
@@ -268,8 +269,8 @@ def test_the_record_of_an_episode(tmp_path):
     metrics.close()
     record, single, stopped = read_rollouts(tmp_path / "rollouts" / "step_000001.jsonl")
     assert record["turns"] == [
-        {"said": "1 2", "told": "9 9", "said_tokens": 2, "told_tokens": 2},
-        {"said": "4", "told": "", "said_tokens": 1, "told_tokens": 0},
+        {"said": "1 2", "told": "9 9", "said_tokens": 2, "told_tokens": 2, "reward": 0.25, "malformed": True},
+        {"said": "4", "told": "", "said_tokens": 1, "told_tokens": 0, "reward": 0.0},
     ]
     assert (record["dataset"], record["failure"], record["completion"]) == ("puzzles", "it hung", "1 2 9 9 4")
     assert record["spans"] == [[5, 2], [5, 1]]

@@ -12,7 +12,7 @@ number of counted tokens, so the gradient has the same direction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -95,36 +95,45 @@ def select_groups(groups: list[RolloutGroup], config: RewardedConfig) -> list[Ro
     return [group for group in groups if varies(scaled_rewards(group, config.reward_scaling)[scored_mask(group)])]
 
 
-def make_sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: float, counts: bool = True) -> Sample:
+def make_sample(
+    prompt: Prompt,
+    rollout: Rollout,
+    advantage: float | Sequence[float],
+    reward: float,
+    counts: bool | Sequence[bool] = True,
+) -> Sample:
     """Return a rollout as a sample, with a sample in `branches` for each of its other conversations.
 
-    The loss counts the policy's tokens, all with `advantage`. counts: whether the loss counts the rollout. It never counts
-    failed episodes.
+    advantage: of the policy's tokens in all turns, or one per entry of `rollout.all_turns`. counts: whether the loss counts the
+    rollout, or each turn. It never counts failed episodes.
     """
-    learned, credited = counts and not rollout.failure, 0.0 if rollout.failure else float(reward)
-    sample, *branches = (
-        _conversation_sample(conversation, advantage if learned else None, credited)
-        for conversation in rollout.conversations(prompt)
-    )
+    turns = len(rollout.all_turns)
+    advantages = np.broadcast_to(np.asarray(advantage, np.float64), turns)
+    learned = np.broadcast_to(np.asarray(counts, np.bool_), turns) & (not rollout.failure)
+    samples, at = [], 0
+    for conversation in rollout.conversations(prompt):
+        own = slice(at, at := at + len(conversation.turns))
+        samples.append(_conversation_sample(conversation, advantages[own], learned[own], 0.0 if rollout.failure else reward))
+    sample, *branches = samples
     return replace(sample, branches=tuple(branches)) if branches else sample
 
 
-def _conversation_sample(conversation: Branch, advantage: float | None, reward: float) -> Sample:
-    """Return a conversation as one sequence. advantage: of the policy's tokens; None: the loss counts no token."""
+def _conversation_sample(conversation: Branch, of_turn: np.ndarray, learned: np.ndarray, reward: float) -> Sample:
+    """Return a conversation as one sequence. of_turn, learned: each turn's advantage, and whether the loss counts it."""
     at = len(conversation.context)
     length = at + sum(len(turn.completion.tokens) + len(turn.observation) for turn in conversation.turns)
     tokens, mask = np.empty(length, np.int32), np.zeros(length, np.bool_)
     logprobs, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
     tokens[:at] = conversation.context
-    for turn in conversation.turns:
+    for place, turn in enumerate(conversation.turns):
         sampled, observed = turn.completion.tokens, turn.observation
         span = slice(at, at + len(sampled))
         tokens[span] = sampled
-        if advantage is not None:
-            mask[span], logprobs[span], advantages[span] = True, turn.completion.logprobs, advantage
+        if learned[place]:
+            mask[span], logprobs[span], advantages[span] = True, turn.completion.logprobs, of_turn[place]
         at += len(sampled) + len(observed)
         tokens[at - len(observed) : at] = observed
-    return Sample(tokens, mask, logprobs, advantages, reward, experts=_experts(conversation))
+    return Sample(tokens, mask, logprobs, advantages, float(reward), experts=_experts(conversation))
 
 
 def _experts(conversation: Branch) -> np.ndarray | None:

@@ -35,7 +35,7 @@ from pipeline.data.templates import check_template
 from pipeline.recipe.problems import Problem, RecipeError
 from pipeline.rollout.rollout_messages import ScoreWork
 from pipeline.rpc import Future
-from pipeline.types import DataParallelRank, Prompt, Rollout, RolloutGroup, is_reward
+from pipeline.types import DataParallelRank, Prompt, Rollout, RolloutGroup, is_reward, whole_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,7 +97,8 @@ class Scoring:
             )
         score = lowest if broke else score
         metrics = {**rollout.metrics, "reward_model_score": score, "reward_model_truncated": float(truncated)}
-        return dataclasses.replace(rollout, reward=score, metrics=metrics, broke=broke or rollout.broke)
+        turns = whole_reward(rollout.turns, score)
+        return dataclasses.replace(rollout, turns=turns, reward=score, metrics=metrics, broke=broke or rollout.broke)
 
     def _score(self, sequences: list[np.ndarray]) -> list[float]:
         if not sequences:

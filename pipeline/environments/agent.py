@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from pipeline.environments.environment import AgentAccess, AgentEnvironment, EnvironmentContext, Outcome
 from pipeline.recipe.problems import Problem
-from pipeline.recipe.values import MISSING, Check, Float, Positive, Text
+from pipeline.recipe.values import MISSING, Float, Positive, Text
 from pipeline.sandbox import processes
 from pipeline.types import REWARDS, is_reward
 
@@ -47,18 +47,11 @@ SECRETS = ("answer", "record")
 """Entries of a task that an agent does not get: what its answer is judged by."""
 
 
-def _empty(command: list[str]) -> str | None:
-    return None if command else "got an empty list; expected a program and its arguments"
-
-
-Command = Annotated[list[Text], Check(_empty, "too-small")]
-
-
 @dataclass
 class AgentArguments:
     """The kwargs of `kind: agent`."""
 
-    command: Command = MISSING
+    command: Any = MISSING
     """The program and its arguments. Arguments that are files beside the recipe or on Python's path become absolute."""
     reward: Literal["last_line", "exit", "file", "command", "judge"] = "last_line"
     """Where the reward comes from. last_line: the last line of stdout, a number or {"reward": NUMBER, "metrics": {...}}.
@@ -91,6 +84,10 @@ class Agent(AgentEnvironment):
     @classmethod
     @override
     def check(cls, key: str, arguments: Any) -> Iterator[Problem]:
+        command = arguments.command
+        if not isinstance(command, list) or not command or not all(isinstance(part, str) and part for part in command):
+            message = f"got {command!r}; expected a list: a program and its arguments. Try [python, my_agent.py]"
+            yield Problem(f"{key}.command", "wrong-type", message)
         needs = {"command": "score", "judge": "judge"}
         for source, name in needs.items():
             has = bool(getattr(arguments, name))

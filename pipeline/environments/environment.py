@@ -47,6 +47,7 @@ class Outcome:
     """The reply to the policy: a message {"role", "content"}, or several, such as results of calls. None: the episode ends."""
     extracted: str = ""  # the text's answer in a normal form, the same for equal answers; "": none
     notes: dict[str, str] = field(default_factory=dict)  # texts that the run's rollouts show beside the answer
+    malformed: bool = False  # the turn calls a tool in a form that cannot be used; keys can mask or penalize such turns
 
 
 @dataclass(frozen=True, slots=True)

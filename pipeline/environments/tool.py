@@ -10,6 +10,10 @@ class ToolError(ValueError):
     """Raised if the policy called the tool wrongly. The policy receives the error's text, and the episode continues."""
 
 
+class MalformedCall(ToolError):
+    """Raised for a call that no tool can take: unreadable, of an unknown tool, or with other arguments than the tool has."""
+
+
 class ToolSession(Protocol):
     """The state of a tool in one episode."""
 

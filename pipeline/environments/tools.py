@@ -32,7 +32,7 @@ from pipeline.environments.environment import (
     requires_placeholder,
 )
 from pipeline.environments.python_tool import PythonTool
-from pipeline.environments.tool import Tool, ToolError, ToolSession
+from pipeline.environments.tool import MalformedCall, Tool, ToolError, ToolSession
 from pipeline.environments.tool_calls import CallFormat, HermesCalls, MarkedCalls, ToolCall
 from pipeline.recipe import user_code
 from pipeline.recipe.problems import Problem
@@ -147,7 +147,7 @@ class Tools(BuiltinEnvironment):
                 outcome = self._judge.step(episode.judge_episode, text)
             return replace(outcome, metrics={**outcome.metrics, **_metrics(episode)})
         deadline = time.monotonic() + self._timeout_s
-        results = []
+        results, malformed = [], False
         for number, call in enumerate(calls):
             episode.calls += 1
             try:
@@ -156,8 +156,10 @@ class Tools(BuiltinEnvironment):
                 results.append(_cut(self._result(episode, call, deadline), self._limit))
             except (ToolError, TimeoutError) as error:
                 episode.errors += 1
+                malformed |= isinstance(error, MalformedCall)
                 results.append(_cut(f"error: {error}", self._limit))
-        return Outcome(0.0, {"accuracy": 0.0, **_metrics(episode)}, self._format.message(results[: self._max_calls + 1]))
+        observation = self._format.message(results[: self._max_calls + 1])
+        return Outcome(0.0, {"accuracy": 0.0, **_metrics(episode)}, observation, malformed=malformed)
 
     @override
     def close(self) -> None:
@@ -165,9 +167,9 @@ class Tools(BuiltinEnvironment):
 
     def _result(self, episode: ToolEpisode, call: ToolCall, deadline: float) -> str:
         if call.error:
-            raise ToolError(call.error)
+            raise MalformedCall(call.error)
         if call.name not in self._tools:
-            raise ToolError(f"there is no tool {call.name!r}; there are: {', '.join(self._tools)}")
+            raise MalformedCall(f"there is no tool {call.name!r}; there are: {', '.join(self._tools)}")
         tool = self._tools[call.name]
         _check_arguments(tool.parameters, call.arguments)
         remaining_s = deadline - time.monotonic()
@@ -288,12 +290,12 @@ def _run_call(session: ToolSession, call: ToolCall, timeout_s: float, answer: Fu
 
 def _check_arguments(parameters: dict[str, type], arguments: dict[str, Any]) -> None:
     if set(arguments) != set(parameters):
-        raise ToolError(f"the arguments are: {', '.join(parameters)}; not: {', '.join(arguments) or 'none'}")
+        raise MalformedCall(f"the arguments are: {', '.join(parameters)}; not: {', '.join(arguments) or 'none'}")
     for name, kind in parameters.items():
         value = arguments[name]
         fits = isinstance(value, (int, float) if kind is float else kind)
         if not fits or (isinstance(value, bool) and kind is not bool):
-            raise ToolError(f"argument {name} is {TYPES[kind]}")
+            raise MalformedCall(f"argument {name} is {TYPES[kind]}")
 
 
 def _cut(text: str, limit: int) -> str:

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NotRequired, TypedDict, TypeVar
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from pipeline.observe.tensorboard_writer import TensorBoardWriter
-    from pipeline.types import Completion, Prompt, Rollout, RolloutGroup
+    from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,15 @@ class SaidTurn(TypedDict):
     told: str
     said_tokens: NotRequired[Count]
     told_tokens: NotRequired[Count]
+    reward: NotRequired[float]
+    malformed: NotRequired[bool]
+
+
+class OtherConversation(TypedDict):
+    """A conversation of an episode besides that of `turns`: the text before its first turn, and its turns."""
+
+    context: str
+    turns: list[SaidTurn]
 
 
 class RolloutLine(TypedDict):
@@ -71,6 +80,8 @@ class RolloutLine(TypedDict):
     finish: str
     prompt_tokens: NotRequired[list[int]]
     turns: NotRequired[list[SaidTurn]]
+    context: NotRequired[str]
+    branches: NotRequired[list[OtherConversation]]
     task: NotRequired[dict[str, Any] | None]
     spans: NotRequired[list[tuple[int, int]]]  # version of the weights, tokens
     notes: NotRequired[dict[str, str]]
@@ -320,18 +331,17 @@ def _records(groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase) -> 
 def _record(
     prompt: Prompt, text: str, tokens: list[int], sample: int, rollout: Rollout, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return a line of a rollouts file. `completion` has the whole episode; `turns` separates completions and observations."""
+    """Return a line of a rollouts file.
+
+    `completion` has the whole conversation; `turns` separates completions and observations. `context` is the text before the
+    first turn if it is not the prompt, and `branches` has the episode's other conversations.
+    """
     turns = []
     if len(rollout.turns) > 1 or any(len(turn.observation) for turn in rollout.turns):
-        turns = [
-            {
-                "said": _completion_text(turn.completion, tokenizer),
-                "told": tokenizer.decode(turn.observation),
-                "said_tokens": len(turn.completion.tokens),
-                "told_tokens": len(turn.observation),
-            }
-            for turn in rollout.turns
-        ]
+        turns = _turns(rollout.turns, tokenizer)
+    branches = [
+        {"context": tokenizer.decode(branch.context), "turns": _turns(branch.turns, tokenizer)} for branch in rollout.branches
+    ]
     completion = rollout.tokens
     return {
         "prompt_index": prompt.index,
@@ -339,11 +349,13 @@ def _record(
         "sample": sample,
         "prompt": text,
         "prompt_tokens": tokens,
+        **({} if rollout.context is None else {"context": tokenizer.decode(rollout.context)}),
         "completion": tokenizer.decode(completion)
         if turns
         else "".join(_completion_text(t.completion, tokenizer) for t in rollout.turns),
         "completion_tokens": completion.tolist(),
         **({"turns": turns} if turns else {}),
+        **({"branches": branches} if branches else {}),
         "task": prompt.task,
         "reward": rollout.reward,
         **rollout.metrics,
@@ -354,6 +366,20 @@ def _record(
         "finish": rollout.finish,
         "spans": [[span.version, span.tokens] for span in rollout.spans],
     }
+
+
+def _turns(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    return [
+        {
+            "said": _completion_text(turn.completion, tokenizer),
+            "told": tokenizer.decode(turn.observation),
+            "said_tokens": len(turn.completion.tokens),
+            "told_tokens": len(turn.observation),
+            **({} if turn.thinking else {"reward": turn.reward}),
+            **({"malformed": True} if turn.malformed else {}),
+        }
+        for turn in turns
+    ]
 
 
 def _completion_text(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -312,10 +312,12 @@ class EpisodeDriver:
         if outcome.over or is_last_turn or outcome.observation is None:
             # Without `over`, the episode ends because it is cut, or because no room is left.
             cut = is_unanswered or (not outcome.over and (episode.cut or not is_last_turn))
-            episode.turns.append(Turn(replace(completion, finish="length") if cut else completion, thinking=is_unanswered))
+            completion = replace(completion, finish="length") if cut else completion
+            episode.turns.append(Turn(completion, thinking=is_unanswered, reward=outcome.reward, malformed=outcome.malformed))
             self._end(episode, episode.rollout())
         else:
-            episode.turns.append(Turn(completion, outcome.observation))
+            turn = Turn(completion, outcome.observation, reward=outcome.reward, malformed=outcome.malformed)
+            episode.turns.append(turn)
             self._to_draw.append(episode)
 
     # ---- rollout functions --------------------------------------------------------------------------------------------------

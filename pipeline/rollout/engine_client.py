@@ -90,6 +90,7 @@ class DrawnTurn:
     reward: float | None = None  # set by `judge` or by the function; None counts as 0
     metrics: dict[str, float] = field(default_factory=dict)  # those of the last turn count
     extracted: str = ""  # the answer that the environment found in it
+    malformed: bool = False  # set by `judge` or by the function, see Outcome.malformed
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [C] float32, of the sampled distribution
 
     @property
@@ -187,6 +188,7 @@ class EngineClient:
         outcome = await self._step(turn.text, tuple(turn.tokens.tolist()))
         checked = checked_outcome(outcome)
         turn.reward, turn.metrics, turn.extracted = checked.reward, checked.metrics, checked.extracted
+        turn.malformed = checked.malformed
         return outcome
 
     def tokens_of(self, text: str) -> np.ndarray:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from pipeline.rollout.judges.environment_steps import StepRequest
 from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.rollout.seeds import sampling_seed
-from pipeline.types import NOTHING_SAID, Completion, Prompt, Request, Rollout, Turn, VersionSpan
+from pipeline.types import NOTHING_SAID, Completion, Prompt, Request, Rollout, Turn, VersionSpan, whole_reward
+
+NO_OBSERVATION = np.zeros(0, np.int32)
 
 
 @dataclass(eq=False, slots=True)
@@ -142,16 +145,21 @@ class Episode:
         if not self.turns:
             return self.failed_rollout(NOTHING_SAID)
         *earlier_turns, last_turn = self.turns
-        turns = (*earlier_turns, Turn(replace(last_turn.completion, finish="length")))
+        completion = replace(last_turn.completion, finish="length")
+        turns = (*earlier_turns, replace(last_turn, completion=completion, observation=NO_OBSERVATION))
         return Rollout(turns, self.reward, self.metrics, extracted=self.extracted, notes=self.notes)
 
     def failed_rollout(self, cause: str) -> Rollout:
         """Return the rollout of an episode that failed for a reason other than its answers. It is not trained on."""
-        return replace(self._played(), failure=cause)
+        return self._ended(0.0, failure=cause)
 
     def broken_rollout(self, cause: str, reward: float) -> Rollout:
         """Return the rollout of an episode whose answer broke its environment. Rewards of its earlier turns do not count."""
-        return replace(self._played(), reward=reward, broke=cause)
+        return self._ended(reward, broke=cause)
+
+    def _ended(self, reward: float, **fields: Any) -> Rollout:
+        played = self._played()
+        return replace(played, turns=whole_reward(played.turns, reward), reward=reward, **fields)
 
     def _played(self) -> Rollout:
         """Return a rollout of what was drawn so far, without a reward."""

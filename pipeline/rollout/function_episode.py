@@ -15,8 +15,9 @@ from typing_extensions import override
 from pipeline.rollout.episode import Episode
 from pipeline.rollout.function_messages import Draw, EpisodeSettings, FunctionCall
 from pipeline.rollout.judges.environment_steps import StepOutcome
-from pipeline.types import NOTHING_SAID, Branch, Completion, Request, Rollout, Turn, VersionSpan
+from pipeline.types import NOTHING_SAID, Branch, Completion, Request, Rollout, Turn, VersionSpan, whole_reward
 
+UNASKED = "its agent asked the policy for nothing"
 UNREWARDED = "its function let EpisodeEnded pass before a turn had a reward"
 
 
@@ -107,13 +108,20 @@ class FunctionEpisode(Episode):
         """Return the rollout of a function that has returned, or that let EpisodeEnded pass."""
         assert outcome.function is not None
         if outcome.function.last is None:
-            return self.failed_rollout(NOTHING_SAID if self.cut else UNREWARDED)
-        played = self._tree(outcome.function.last, outcome.function.others)
+            return self.failed_rollout(NOTHING_SAID if self.cut else UNASKED if self.is_agent else UNREWARDED)
+        played, verdicts = self._tree(outcome.function.last, outcome.function.others), outcome.function.verdicts
+        if verdicts:
+            turns = tuple(
+                replace(turn, reward=verdict.reward, malformed=verdict.malformed)
+                for turn, verdict in zip(played.turns, verdicts, strict=True)
+            )
+        else:  # of an agent
+            turns = whole_reward(played.turns, outcome.reward)
         if outcome.function.truncated:
-            *before, last = played.turns
-            played = replace(played, turns=(*before, replace(last, completion=replace(last.completion, finish="length"))))
+            *before, last = turns
+            turns = (*before, replace(last, completion=replace(last.completion, finish="length")))
         judged = {"metrics": outcome.metrics, "extracted": outcome.extracted, "notes": outcome.notes}
-        return replace(played, reward=outcome.reward, **judged)
+        return replace(played, turns=turns, reward=outcome.reward, **judged)
 
     @override
     def cut_rollout(self) -> Rollout:

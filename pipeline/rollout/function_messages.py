@@ -52,6 +52,14 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnVerdict:
+    """What a turn of the function's conversation is worth."""
+
+    reward: float
+    malformed: bool  # see Outcome.malformed
+
+
+@dataclass(frozen=True, slots=True)
 class FunctionReply:
     """The state of a rollout function after a call."""
 
@@ -59,3 +67,4 @@ class FunctionReply:
     last: int | None = None  # when it has returned: the draw of the rollout's last turn; None if no turn was judged
     others: tuple[int, ...] = ()  # the last draws of the rollout's other conversations
     truncated: bool = False  # it ended because no more turns could be drawn
+    verdicts: tuple[TurnVerdict, ...] = ()  # of the turns up to `last`

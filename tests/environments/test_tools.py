@@ -105,9 +105,11 @@ def test_an_episode():
     ],
 )
 def test_the_policy_is_told_its_mistakes(text: str, answer: str):
-    content, metrics = told(environment(), text)
+    tools = environment()
+    content, metrics = told(tools, text)
     assert content.startswith(answer.removesuffix(".*")) if answer.endswith(".*") else content == answer
     assert metrics == {"accuracy": 0.0, "calls": 1.0, "call_errors": 1.0}
+    assert tools.step(tools.reset(PROMPT), text).malformed == ("trouble" not in text)  # a tool's own error is none
 
 
 def test_a_tool_that_hangs_is_abandoned_and_others_continue():

@@ -68,6 +68,7 @@ def limits(folder: Path) -> None:
     for most, options in ((4, {}), (100, {"stop": ANY})):
         for rollout in played(bench_of(folder, "endless"), 3, max_turns=most, **options):
             assert rollout.reward == len(rollout.turns) and rollout.finish == "length" and not rollout.failure
+            assert all((turn.reward, turn.malformed) == (1.0, turn is rollout.turns[-1]) for turn in rollout.turns)
             assert most != 4 or len(rollout.turns) == 4
             assert len(rollout.tokens) <= MAX_MODEL_LEN
 

@@ -42,10 +42,10 @@ async def best_of_branches(engine, prompt, seed):
 async def endless(engine, prompt, seed):
     """Continue until no more turns can be drawn."""
     turn = await engine.generate(prompt)
-    turn.reward = 1.0
     while True:
-        turn = await engine.generate(turn, "w20")
-        turn.reward = 1.0
+        turn.reward, turn.malformed = 1.0, True
+        following = await engine.generate(turn, "w20")
+        turn.malformed, turn = False, following
 
 
 async def mistaken(engine, prompt, seed):

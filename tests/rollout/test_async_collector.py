@@ -2,14 +2,15 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from pipeline.config import AsyncConfig, GenerationConfig, GRPOConfig
-from pipeline.coordination.buffer import decode_groups, staleness
+from pipeline.coordination.buffer import SavedGroup, decode_groups, encode_groups, staleness
 from pipeline.coordination.collectors import build
-from pipeline.types import RolloutGroup
+from pipeline.types import Rollout, RolloutGroup
 from tests.problems import refused
 from tests.rollout.fleet import Fleet, Stream, group, prompts, rollout
 
@@ -137,6 +138,17 @@ def test_validation_goes_first_and_does_not_affect_training_rollouts():
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_keeps_rewards_of_turns_and_reads_one_without_them():
+    turn = replace(rollout().turns[0], reward=2.0, malformed=True)
+    saved = encode_groups([SavedGroup(*prompts(0, 1), 0, {0: Rollout((turn,), 2.0)}, {})])
+    content = msgspec.msgpack.decode(saved)
+    of_turn = content[0]["rollouts"][0]["turns"][0]
+    assert (of_turn.pop("reward"), of_turn.pop("malformed")) == (2.0, True)
+    for stored, expected in ((saved, (2.0, True)), (msgspec.msgpack.encode(content), (0.0, False))):
+        (read,) = decode_groups(stored)[0].rollouts[0].turns
+        assert (read.reward, read.malformed) == expected
 
 
 def test_a_restart_keeps_finished_groups_and_trains_once_on_each(caplog):

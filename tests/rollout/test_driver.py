@@ -39,6 +39,7 @@ def test_several_turns_are_one_sequence(checkpoint):
             told = [turn.observation.tolist() for turn in rollout.turns]
             assert told == [[21], [22], []]
             assert (rollout.reward, rollout.metrics, rollout.failure) == (2.0, {"turns": 3.0}, "")
+            assert [turn.reward for turn in rollout.turns] == [1.0, 1.0, 0.0]
             assert rollout.tokens[~rollout.drawn].tolist() == [21, 22]
             expected = checkpoint.logprobs(part.group.prompt.tokens, rollout.tokens, temperature=1.0)
             np.testing.assert_allclose(rollout.logprobs[rollout.drawn], expected[rollout.drawn], atol=1e-4)

@@ -26,7 +26,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class SaidTurn:
+class AgentTurn:
     """A turn of the policy, and the message that the agent got for it."""
 
     turn: DrawnTurn
@@ -39,9 +39,9 @@ class ConversationTree:
 
     forks: int = 0  # requests, after the first, that continue no turn
     continued: int = 0  # requests that continue a turn
-    _turns: dict[bytes, SaidTurn] = field(default_factory=dict)
+    _turns: dict[bytes, AgentTurn] = field(default_factory=dict)
 
-    def find(self, messages: Sequence[Message], tools: Any, tokens: np.ndarray) -> tuple[SaidTurn, int] | None:
+    def find(self, messages: Sequence[Message], tools: Any, tokens: np.ndarray) -> tuple[AgentTurn, int] | None:
         """Return (the turn that a request continues, the number of its messages up to that turn), or None.
 
         tokens: of the rendered request, [P] int32; a turn that is found by them has all messages of the request, so that the
@@ -59,7 +59,7 @@ class ConversationTree:
         self.forks += bool(self._turns)
         return None
 
-    def add(self, messages: Sequence[Message], tools: Any, said: SaidTurn) -> None:
+    def add(self, messages: Sequence[Message], tools: Any, said: AgentTurn) -> None:
         """Keep a turn that the policy drew after `messages`."""
         *_, (_, key) = _keys([*messages, said.message], tools)
         self._turns[key] = said

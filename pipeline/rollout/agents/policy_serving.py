@@ -35,7 +35,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from pipeline.models.hugging_face import engine_overrides
-from pipeline.rollout.agents.conversation_tree import ConversationTree, Message, SaidTurn
+from pipeline.rollout.agents.conversation_tree import AgentTurn, ConversationTree, Message
 from pipeline.rollout.engine_client import DrawnTurn, EngineClient
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ class _ExactRenderer(OnlineRenderer):
 
     @override
     async def preprocess_chat(self, request: Any, messages: list[Any], *args: Any, **kwargs: Any) -> Any:
-        conversation, (engine_input,) = await super().preprocess_chat(request, messages, *args, **kwargs)
+        rendered: Any = await super().preprocess_chat(request, messages, *args, **kwargs)
+        conversation, (engine_input,) = rendered
         tools, history = kwargs.get("tool_dicts"), [dict(message) for message in conversation]
         parser_class, options = self.parser, dict(self.default_chat_template_kwargs)
         tokens = np.asarray(engine_input["prompt_token_ids"], np.int32)
@@ -146,7 +147,7 @@ class _ExactRenderer(OnlineRenderer):
         engine_input[CONTINUES] = _History(history, tools, turn, reply, parse)
         return conversation, [engine_input]
 
-    def _encode(self, said: SaidTurn, replies: list[Message], tools: Any) -> np.ndarray:
+    def _encode(self, said: AgentTurn, replies: list[Message], tools: Any) -> np.ndarray:
         """Return the tokens between a turn of the policy and its next turn."""
         observations = self._shared.observations
         if observations is None:
@@ -185,7 +186,7 @@ class _EpisodeEngine:
         outputs = list(self._outputs(turn, sampling_params, request_id))
         if history:
             text = "".join(output.outputs[0].text for output in outputs)
-            self._tree.add(history.messages, history.tools, SaidTurn(turn, history.parse(text, turn.tokens.tolist())))
+            self._tree.add(history.messages, history.tools, AgentTurn(turn, history.parse(text, turn.tokens.tolist())))
         for output in outputs:
             yield output
 
@@ -234,7 +235,8 @@ def _check_distribution(asked: SamplingParams) -> None:
     changed = [name for name in DISTRIBUTION if getattr(asked, name) != getattr(DEFAULTS, name)]
     changed += [name for name in CONSTRAINTS if getattr(asked, name)]
     for name in changed:
-        message = f"{name}: expected no value, since the policy learns from its own distribution. Try tool_choice=auto"
+        hint = " Try tool_choice=auto" if name == "structured_outputs" else ""
+        message = f"{name}: expected no value, since the policy learns from its own distribution.{hint}"
         raise VLLMValidationError(message, parameter=name)
     if asked.n != 1:
         raise VLLMValidationError(f"n: got {asked.n}; expected 1. Try {asked.n} requests", parameter="n", value=asked.n)

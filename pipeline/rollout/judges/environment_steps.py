@@ -91,6 +91,7 @@ class StepOutcome:
     extracted: str = ""  # see Outcome; at most EXTRACTED_CHARACTERS
     notes: dict[str, str] = field(default_factory=dict)  # see Outcome; each at most NOTE_CHARACTERS
     function: FunctionReply | None = None  # of a rollout function
+    malformed: bool = False  # see Outcome
 
 
 def judge_answer(environment: Environment, episode: Any, answer: AnsweredTurn) -> Outcome:
@@ -173,7 +174,8 @@ def checked_outcome(outcome: Outcome) -> StepOutcome:
     metrics = {encodable(str(name)): float(value) for name, value in outcome.metrics.items()}
     extracted = encodable(str(outcome.extracted))[:EXTRACTED_CHARACTERS]
     notes = {encodable(str(name)): encodable(str(text))[:NOTE_CHARACTERS] for name, text in outcome.notes.items()}
-    return StepOutcome(reward, metrics, outcome.observation is None, None, extracted, notes)
+    over, malformed = outcome.observation is None, bool(outcome.malformed)
+    return StepOutcome(reward, metrics, over, None, extracted, notes, malformed=malformed)
 
 
 def failure_of(error: BaseException, part: str) -> CallFailure:

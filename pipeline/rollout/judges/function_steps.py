@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.environments.environment import AnsweredTurn, Environment, Outcome
 from pipeline.rollout.agents.agent_function import AgentFunction, AgentResult
 from pipeline.rollout.engine_client import DrawnTurn, EngineClient, EpisodeEnded, RolloutFunction
-from pipeline.rollout.function_messages import FunctionCall, FunctionReply
+from pipeline.rollout.function_messages import FunctionCall, FunctionReply, TurnVerdict
 from pipeline.rollout.judges.conversation_text import ConversationText
 from pipeline.rollout.judges.environment_steps import (
     FUNCTION,
@@ -138,7 +138,8 @@ async def _settle(episode: _OpenEpisode, is_agent: bool) -> None:
 
 def _outcome(turns: list[DrawnTurn], truncated: bool = False) -> StepOutcome:
     reward, last = math.fsum(turn.reward or 0.0 for turn in turns), turns[-1]
-    reply = FunctionReply(last=last.number, truncated=truncated)
+    verdicts = tuple(TurnVerdict(float(turn.reward or 0.0), bool(turn.malformed)) for turn in turns)
+    reply = FunctionReply(last=last.number, truncated=truncated, verdicts=verdicts)
     judged = checked_outcome(Outcome(reward, last.metrics, extracted=last.extracted))
     return replace(judged, function=reply)
 
