@@ -1,0 +1,63 @@
+"""Runs whose episodes agents play through the endpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.observe.metrics import read_rollouts
+from tests.end_to_end.runs import LOCAL, Run, submit
+
+# Each piece of text is one token, so that whatever the policy samples is its own rendering.
+TEMPLATE = (
+    "{% for m in messages %}{{ '!' if m.role == 'assistant' else '?' }}{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}!{% endif %}"
+)
+CHAT = (
+    f"policy.tokenizer.chat_template={TEMPLATE!r}",
+    "data.apply_chat_template=true",
+    "policy.max_total_sequence_length=120",
+    "policy.sequence_packing={train_mb_tokens: 256, logprob_mb_tokens: 256}",
+    "grpo.max_rollout_turns=3",
+    "grpo.max_num_steps=2",
+    "cluster.train.ranks_per_node=1",
+    "cluster.generate.ranks_per_node=1",
+    "cluster.timeouts.silence=120",
+)
+ALONE = "policy.generation.max_num_seqs=1"  # each request is a batch of its own, whatever the time
+OF_AGENTS = ("train/conversations", "train/forks")
+
+
+def run_with(folder, kind: str, *keys: str) -> Run:
+    run = submit(folder, *LOCAL, *CHAT, f"env.digits={{_override_: true, timeout_s: 60, {kind}}}", *keys, timeout=400)
+    assert run.status == 0, run.output
+    return run
+
+
+def rollouts(run: Run) -> list[tuple]:
+    """Return what the policy sampled and was told in each episode, with its reward."""
+    return [
+        (line["prompt_index"], line["prompt_tokens"], line["completion_tokens"], line["reward"], line["finish"])
+        for path in sorted((run.folder / "rollouts").iterdir())
+        for line in read_rollouts(path)
+    ]
+
+
+@pytest.fixture(scope="module")
+def in_process(tmp_path_factory) -> Run:
+    return run_with(tmp_path_factory.mktemp("talk") / "run", "kind: tests.end_to_end.agents.Talk", ALONE)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "kind: python_agent, kwargs: {function: tests.end_to_end.agents.talk}",
+        "kind: agent, kwargs: {command: [python, -m, tests.end_to_end.agents]}",
+    ],
+    ids=["function", "command"],
+)
+def test_an_agent_has_the_run_of_the_environment_in_process(tmp_path, in_process, kind):
+    """Tokens, rewards, losses and gradients are equal to the last bit."""
+    run = run_with(tmp_path / "run", kind, ALONE)
+    assert rollouts(run) == rollouts(in_process)
+    assert [{key: line[key] for key in line if key not in OF_AGENTS} for line in run.metrics()] == in_process.metrics()
+    assert [line["train/forks"] for line in run.metrics()] == [0.0, 0.0]
