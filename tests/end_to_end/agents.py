@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -43,6 +44,61 @@ async def talk(client, task):
         total += digits(text)
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": reply(turn)}]
     return {"reward": total, "metrics": {"accuracy": 0.0}}
+
+
+async def say(client, messages, **more) -> str:
+    """Let the policy answer messages, and append its answer to them."""
+    answer = await client.chat.completions.create(model="policy", messages=messages, **more)
+    text = answer.choices[0].message.content or ""
+    messages.append({"role": "assistant", "content": text})
+    return text
+
+
+def told(messages, text: str) -> list:
+    messages.append({"role": "user", "content": text})
+    return messages
+
+
+async def compacts(client, task):
+    """Go on, after two turns, from a summary of them."""
+    messages = list(task["messages"])
+    for turn in range(2):
+        await say(client, messages)
+        told(messages, reply(turn))
+    short = [{"role": "user", "content": "7,7"}]
+    await say(client, short)
+    return digits(await say(client, told(short, "8")))
+
+
+async def edits(client, task):
+    """Shorten what the policy was told after its first turn, before its third."""
+    messages = list(task["messages"])
+    await say(client, messages)
+    await say(client, told(messages, "1,2,3,4"))
+    messages[-2] = {"role": "user", "content": "1,2"}
+    return digits(await say(client, told(messages, "5")))
+
+
+async def delegates(client, task):
+    """Ask two sub-agents at the same time, then go on."""
+    messages = list(task["messages"])
+    await say(client, messages)
+
+    async def ask_other(name: str) -> str:
+        own = [{"role": "user", "content": name}]
+        await say(client, own)
+        return await say(client, told(own, "2"))
+
+    first, second = await asyncio.gather(ask_other("a"), ask_other("b"))
+    return digits(await say(client, told(messages, f"{len(first)},{len(second)}")))
+
+
+async def retries(client, task):
+    """Send the first request twice, and go on from the second answer."""
+    await say(client, list(task["messages"]))
+    messages = list(task["messages"])
+    await say(client, messages)
+    return digits(await say(client, told(messages, "3")))
 
 
 def ask(messages, timeout=60, **more):

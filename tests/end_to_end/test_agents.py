@@ -24,7 +24,7 @@ CHAT = (
     "cluster.timeouts.silence=120",
 )
 ALONE = "policy.generation.max_num_seqs=1"  # each request is a batch of its own, whatever the time
-OF_AGENTS = ("train/conversations", "train/forks")
+OF_AGENTS = ("train/conversations", "train/unmatched_answers")
 
 
 def run_with(folder, kind: str, *keys: str) -> Run:
@@ -60,4 +60,4 @@ def test_an_agent_has_the_run_of_the_environment_in_process(tmp_path, in_process
     run = run_with(tmp_path / "run", kind, ALONE)
     assert rollouts(run) == rollouts(in_process)
     assert [{key: line[key] for key in line if key not in OF_AGENTS} for line in run.metrics()] == in_process.metrics()
-    assert [line["train/forks"] for line in run.metrics()] == [0.0, 0.0]
+    assert [[line[key] for key in OF_AGENTS] for line in run.metrics()] == [[1.0, 0.0]] * 2

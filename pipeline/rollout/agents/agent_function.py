@@ -47,7 +47,9 @@ class AgentFunction:
         outcome = replace(outcome or Outcome(0.0), observation=None)
         continued = {turn.previous.number for turn in engine.drawn if turn.previous is not None}
         ends = tuple(sorted(turn.number for turn in engine.drawn if turn.number not in continued))
-        metrics = {**outcome.metrics, "conversations": float(len(ends)), "forks": float(serving.tree.forks)}
+        tree, metrics = serving.tree, {**outcome.metrics, "conversations": float(len(ends))}
+        if answers := tree.matched + tree.unmatched:
+            metrics["unmatched_answers"] = tree.unmatched / answers
         return AgentResult(replace(outcome, metrics=metrics), ends, truncated)
 
     async def _play(self, engine: EngineClient, played: Any) -> Outcome | None:

@@ -3,7 +3,8 @@
 An agent sends its whole history with each request. If the history is one that the policy has seen, with the answers that the
 policy gave, then the tokens of the new request are those of the earlier turn, and only what follows it is encoded. So the
 policy's own tokens are never decoded and encoded again. An agent that changed the history (it compacted it, cut a tool's
-output, or asks as another agent) begins a new conversation with the request's own tokens.
+output, or asks as another agent) begins a new branch: after the last turn before the change, or, if there is none, with the
+request's own tokens. Answers of the policy that come after a change are then encoded like any other message (`unmatched`).
 
 Histories are compared by message: roles, texts, names, and tool calls by name and arguments. Ids of calls, the order of keys in
 arguments, white space around an answer, and an answer's reasoning do not count, since clients drop or rewrite them. Where
@@ -37,8 +38,8 @@ class AgentTurn:
 class ConversationTree:
     """The turns of one episode by the histories that end in them."""
 
-    forks: int = 0  # requests, after the first, that continue no turn
-    continued: int = 0  # requests that continue a turn
+    matched: int = 0  # answers in the requests' histories that are the policy's own tokens
+    unmatched: int = 0  # answers in them that are not
     _turns: dict[bytes, AgentTurn] = field(default_factory=dict)
 
     def find(self, messages: Sequence[Message], tools: Any, tokens: np.ndarray) -> tuple[AgentTurn, int] | None:
@@ -47,17 +48,17 @@ class ConversationTree:
         tokens: of the rendered request, [P] int32; a turn that is found by them has all messages of the request, so that the
         rest of `tokens` follows it.
         """
-        ends = [(end, key) for end, key in _keys(messages, tools) if key in self._turns]
-        if ends:
-            self.continued += 1
-            end, key = ends[-1]
-            return self._turns[key], end
-        by_tokens = [said for said in self._turns.values() if _begins_with(tokens, said.turn)]
+        keys = list(_keys(messages, tools))
+        known = [place for place, (_, key) in enumerate(keys) if key in self._turns]
+        by_tokens = [] if known else [said for said in self._turns.values() if _begins_with(tokens, said.turn)]
+        own = len(keys) if by_tokens else known[-1] + 1 if known else 0
+        self.matched, self.unmatched = self.matched + own, self.unmatched + len(keys) - own
         if by_tokens:
-            self.continued += 1
             return max(by_tokens, key=lambda said: len(said.turn.before)), len(messages)
-        self.forks += bool(self._turns)
-        return None
+        if not known:
+            return None
+        end, key = keys[known[-1]]
+        return self._turns[key], end
 
     def add(self, messages: Sequence[Message], tools: Any, said: AgentTurn) -> None:
         """Keep a turn that the policy drew after `messages`."""

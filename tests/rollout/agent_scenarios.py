@@ -1,0 +1,171 @@
+"""Scenarios of an engine's rank whose environments have agents. Each scenario is a program."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.algorithms.advantages import make_sample
+from pipeline.config import RECIPES, EnvironmentConfig, PolicyConfig
+from pipeline.data.batches import split_batch
+from pipeline.data.chat import load_tokenizer
+from pipeline.data.rendering import ChatTemplate
+from pipeline.generate.transformers import TransformersBackend
+from pipeline.rollout.driver import EpisodeDriver
+from pipeline.rollout.judges.environment_steps import EnvironmentSettings
+from pipeline.rollout.judges.parent_process import fork_early
+from pipeline.rollout.judges.pool import JudgePool
+from pipeline.rollout.lockstep import Lockstep
+from pipeline.rollout.rollout_messages import RolloutWork
+from pipeline.types import DataParallelRank, Prompt, Rollout, Sample, Sampling
+from tests.end_to_end import agents
+from tests.end_to_end.test_agents import TEMPLATE
+from tests.generate import tiny
+from tests.rollout.engine import NoWorld, by_place
+
+LENGTH = 120
+
+
+class Recorded:
+    """A backend that keeps the tokens before each draw, and what was drawn."""
+
+    def __init__(self, engine: TransformersBackend):
+        self._engine = engine
+        self.before: dict[str, tuple[int, ...]] = {}
+        self.draws: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.most = 0
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def add(self, requests):
+        self.before |= {request.id: tuple(request.tokens.tolist()) for request in requests}
+        self._engine.add(requests)
+
+    def step(self):
+        self.most = max(self.most, self._engine.pending)
+        completions = self._engine.step()
+        self.draws += [(self.before[done.id], tuple(done.tokens.tolist())) for done in completions]
+        return completions
+
+
+class AgentBench:
+    """One engine of a tiny model with letters as tokens, and its driver."""
+
+    def __init__(self, folder: Path, kind: str, limit_s: float = 60.0, turns: int = 8, at_once: int = 64, **kwargs) -> None:
+        fork_early()
+        self.policy = policy_of(folder)
+        self.engine = Recorded(TransformersBackend(self.policy))
+        tiny.load(self.engine, AutoModelForCausalLM.from_pretrained(folder).state_dict().items(), version=7)
+        environment = EnvironmentConfig(kind=kind, kwargs=kwargs, timeout_s=limit_s, precision="float32")
+        settings = EnvironmentSettings({"told": environment}, self.policy.tokenizer, True, turns, sys.path, policy=self.policy)
+        self.wakeup, self.turns = threading.Event(), turns
+        self.pool = JudgePool(settings, self.wakeup)
+        self.pool.wait_until_loaded(300)
+        parts = self.engine, self.pool, Lockstep(None), NoWorld(), self.wakeup, at_once, LENGTH
+        self.driver = EpisodeDriver(*parts, agents={"told"})
+        template = ChatTemplate(load_tokenizer(self.policy.tokenizer), None)
+        self._encode = lambda text: template.apply(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+
+    def play(self, count: int = 2, samples: int = 2, most: int = 8) -> list[tuple[Prompt, Rollout]]:
+        """Return the prompts and rollouts of a work."""
+        texts = [f"{i}+{i + 1}" for i in range(count)]
+        prompts = [
+            Prompt(i, np.array(self._encode(text), np.int32), "told", {"messages": [{"role": "user", "content": text}]})
+            for i, text in enumerate(texts)
+        ]
+        sampling = Sampling(max_new_tokens=most)
+        later = self.driver.rollout(RolloutWork(0, prompts, samples, "train", 42, sampling, max_turns=self.turns))
+        self.driver.work(lambda: False)
+        assert later.ended and not self.engine.pending and not self.driver._active
+        return [(prompts[i], rollout) for i, group in sorted(by_place(later.unsent).items()) for rollout in group]
+
+
+def policy_of(folder: Path) -> PolicyConfig:
+    policy = tiny.policy(folder, "transformers", max_model_len=LENGTH)
+    policy.tokenizer.chat_template = TEMPLATE
+    generation = policy.generation
+    generation.val_temperature, generation.val_top_p, generation.val_top_k = 1.0, 1.0, None
+    policy.logprob_batch_size = 1
+    return policy
+
+
+def save(folder: Path) -> Path:
+    """Write the tiny model with random weights, and its tokenizer."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(RECIPES / "tiny")
+    config.initializer_range = 0.15
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for path in (RECIPES / "tiny").glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def forks(folder: Path) -> None:
+    """Every sampled token is learned once, after the tokens that came before it, whatever the agent does to its history."""
+    expected = {"compacts": (2, 0), "edits": (2, 1 / 3), "delegates": (3, 0), "retries": (2, 0)}
+    for function, (conversations, unmatched) in expected.items():
+        bench = AgentBench(folder, "python_agent", function=f"{agents.__name__}.{function}")
+        played = bench.play()
+        samples = [make_sample(prompt, rollout, 0.5 + i, 1.0) for i, (prompt, rollout) in enumerate(played)]
+        drawn = Counter(draw for prompt, rollout in played for draw in draws_of(prompt, rollout))
+        assert drawn == Counter(bench.engine.draws) and max(drawn.values()) == 1, function
+        for (_, rollout), sample in zip(played, samples, strict=True):
+            assert not rollout.failure and not rollout.broke, rollout
+            assert rollout.metrics["conversations"] == conversations, function
+            assert rollout.metrics["unmatched_answers"] == unmatched, function
+            assert sum(int(part.loss_mask.sum()) for part in (sample, *sample.branches)) == rollout.drawn_tokens
+        check_gradients(folder, bench.policy, played, samples)
+        bench.pool.close()
+
+
+def draws_of(prompt: Prompt, rollout: Rollout) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return (tokens before, tokens drawn) of each turn of a rollout."""
+    draws = []
+    for conversation in rollout.conversations(prompt):
+        before = conversation.context.tolist()
+        for turn in conversation.turns:
+            drawn = turn.completion.tokens.tolist()
+            draws.append((tuple(before), tuple(drawn)))
+            before += drawn + turn.observation.tolist()
+    return draws
+
+
+def check_gradients(folder: Path, policy: PolicyConfig, played: list, samples: list[Sample]) -> None:
+    """The gradient of the samples in a step's updates is that of each draw on its own."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+
+    def gradient(parts) -> torch.Tensor:
+        """parts: (tokens, weight of each token's log-prob)."""
+        model.zero_grad()
+        for tokens, weights in parts:
+            logprobs = model(torch.tensor(tokens)[None].long()).logits[0, :-1].log_softmax(-1)
+            (logprobs.gather(1, torch.tensor(tokens)[1:, None].long())[:, 0] * torch.tensor(weights)[1:]).sum().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    policy.sequence_packing.enabled, policy.train_micro_batch_size, policy.logprob_batch_size = False, 2, 2
+    ((update,),) = split_batch(samples, policy, [DataParallelRank(0, 1)], len(samples))
+    trained = [i for microbatch in update.train for i in microbatch]
+    assert sorted(trained) == list(range(len(update.samples))) and not any(sample.branches for sample in update.samples)
+    assert update.counts.tokens == sum(rollout.drawn_tokens for _, rollout in played)
+    ours = gradient((sample.tokens, sample.advantages.astype(np.float64)) for sample in update.samples)
+    alone = [
+        ([*before, *drawn], [0.0] * len(before) + [0.5 + i] * len(drawn))
+        for i, (prompt, rollout) in enumerate(played)
+        for before, drawn in draws_of(prompt, rollout)
+    ]
+    theirs = gradient(alone)  # its norms are computed in float32, whatever the model's precision
+    print("gradients differ by", (worst := ((ours - theirs).abs().max() / theirs.abs().max()).item()))
+    assert worst < 1e-5
+
+
+SCENARIOS = (forks,)

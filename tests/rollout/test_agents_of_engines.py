@@ -1,0 +1,17 @@
+"""Check environments with agents. See agent_scenarios.py."""
+
+import pytest
+
+from tests.rollout import agent_scenarios as scenarios
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    return scenarios.save(tmp_path_factory.mktemp("letters"))
+
+
+@pytest.mark.parametrize("scenario", scenarios.SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_a_scenario(play_in, letters, scenario):
+    """Run a scenario; its docstring says what must hold."""
+    status, printed = play_in(scenario, letters)
+    assert status == 0, printed[-4000:]
