@@ -22,12 +22,13 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import override
@@ -35,7 +36,7 @@ from typing_extensions import override
 from pipeline.environments.environment import AgentAccess, AgentEnvironment, EnvironmentContext, Outcome
 from pipeline.recipe.problems import Problem
 from pipeline.recipe.values import MISSING, Float, Positive, Text
-from pipeline.sandbox import processes
+from pipeline.sandbox import linux, processes
 from pipeline.types import REWARDS, is_reward
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 16
 NOTE_BYTES = 2000
+DRAIN_S = 0.5
 SECRETS = ("answer", "record")
 """Entries of a task that an agent does not get: what its answer is judged by."""
 
@@ -153,50 +155,70 @@ class Agent(AgentEnvironment):
         self, command: list[str], folder: Path, task: dict[str, Any], variables: dict[str, str]
     ) -> tuple[int, str, str]:
         """Run a command in the agent's folder, and return (status, stdout, stderr). Raises RuntimeError if it floods."""
-        content = json.dumps(task, default=str).encode()
-        (folder / ".task.json").write_bytes(content)
-        home = {"HOME": str(folder), "TMPDIR": str(folder), "HETSTEP_TASK_FILE": str(folder / ".task.json")}
-        program = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=folder,
-            env={**os.environ, **home, "PATH": _path(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert program.stdin and program.stdout and program.stderr
-        budget = _Budget(self._arguments.output_bytes)
+        task_file = folder / ".task.json"
+        task_file.write_text(json.dumps(task, default=str))
+        home = {"HOME": str(folder), "TMPDIR": str(folder), "HETSTEP_TASK_FILE": str(task_file)}
+        path = {"PATH": _path(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        output = _Output(self._arguments.output_bytes)
+        with open(task_file, "rb") as stdin:
+            program = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, **home, **path, **variables},
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=linux.die_with_parent,
+            )
+        assert program.stdout and program.stderr
+        reading = asyncio.gather(output.read(program.stdout, output.printed), output.read(program.stderr, output.errors))
+        ended = asyncio.ensure_future(_ended(program.pid))
         try:
-            reading = asyncio.gather(budget.read(program.stdout), budget.read(program.stderr))
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                program.stdin.write(content)
-                await program.stdin.drain()
-                program.stdin.close()
-            output, errors = await reading
-            status = await program.wait()
-        except BaseException:
+            await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()  # it raises if there is too much
+            await ended
+            await asyncio.wait({reading}, timeout=DRAIN_S)  # a process that the program has left may hold the pipes open
+        finally:
+            for waiting in (reading, ended):
+                waiting.cancel()
+            await asyncio.gather(reading, ended, return_exceptions=True)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)
-            await asyncio.shield(program.wait())
-            raise
-        return status, output.decode(errors="replace"), errors.decode(errors="replace")
+            status = program.wait()
+        return status, output.printed.decode(errors="replace"), output.errors.decode(errors="replace")
 
 
-class _Budget:
-    """The bytes that a program may still print."""
+class _Output:
+    """What a program prints, up to a number of bytes."""
 
     def __init__(self, most: int) -> None:
-        self._most = self._left = most
+        self.printed, self.errors, self._most = bytearray(), bytearray(), most
 
-    async def read(self, stream: asyncio.StreamReader) -> bytes:
-        parts = []
-        while chunk := await stream.read(CHUNK):
-            parts.append(chunk)
-            self._left -= len(chunk)
-            if self._left < 0:
-                raise RuntimeError(f"the agent printed more than {self._most} bytes (output_bytes)")
-        return b"".join(parts)
+    async def read(self, pipe: IO[bytes], into: bytearray) -> None:
+        """Read a pipe to its end. Raises RuntimeError if the program prints too much."""
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        try:
+            while chunk := await reader.read(CHUNK):
+                into += chunk
+                if len(self.printed) + len(self.errors) > self._most:
+                    raise RuntimeError(f"the agent printed more than {self._most} bytes (output_bytes)")
+        finally:
+            transport.close()
+
+
+async def _ended(pid: int) -> None:
+    """Wait until a child has ended."""
+    descriptor, ended = os.pidfd_open(pid), asyncio.Event()
+    asyncio.get_running_loop().add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
 
 
 def _found(command: list[str]) -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -24,13 +27,16 @@ from pipeline.rollout.judges.parent_process import fork_early
 from pipeline.rollout.judges.pool import JudgePool
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.rollout_messages import RolloutWork
+from pipeline.sandbox import processes
 from pipeline.types import DataParallelRank, Prompt, Rollout, Sample, Sampling
 from tests.end_to_end import agents
 from tests.end_to_end.test_agents import TEMPLATE
 from tests.generate import tiny
+from tests.rollout import agent_programs
 from tests.rollout.engine import NoWorld, by_place
 
 LENGTH = 120
+AGENT = ("-m", agent_programs.__name__)
 
 
 class Recorded:
@@ -76,9 +82,9 @@ class AgentBench:
             [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
         )
 
-    def play(self, count: int = 2, samples: int = 2, most: int = 8) -> list[tuple[Prompt, Rollout]]:
+    def play(self, count: int = 2, samples: int = 2, most: int = 8, first: int = 0) -> list[tuple[Prompt, Rollout]]:
         """Return the prompts and rollouts of a work."""
-        texts = [f"{i}+{i + 1}" for i in range(count)]
+        texts = [f"{i}+{i + 1}" for i in range(first, first + count)]
         prompts = [
             Prompt(i, np.array(self._encode(text), np.int32), "told", {"messages": [{"role": "user", "content": text}]})
             for i, text in enumerate(texts)
@@ -168,4 +174,82 @@ def check_gradients(folder: Path, policy: PolicyConfig, played: list, samples: l
     assert worst < 1e-5
 
 
-SCENARIOS = (forks,)
+def misbehave(folder: Path) -> None:
+    """An agent that hangs, crashes, floods, never ends, attacks other endpoints or leaves processes costs its own episode."""
+    command = [sys.executable, *AGENT]
+    limits = {"limit_s": 6.0, "episode_s": 12.0}
+    bench = AgentBench(folder, "agent", command=command, **limits)
+    played = {name: [] for name in agent_programs.BEHAVIOURS[:-1]}
+    for prompt, rollout in bench.play(count=len(played), samples=2):
+        played[agent_programs.BEHAVIOURS[prompt.index]].append(rollout)
+    expected = {
+        "hangs": "the function took more than 6 s",
+        "crashes": "the agent ended with status -6",
+        "floods": "the agent printed more than 1048576 bytes",
+        "endless": "the agent took more than 12 s|ended with status 1: .*410",
+        "silent": "the last line: got",
+    }
+    for name, rollouts in played.items():
+        for rollout in rollouts:
+            assert not rollout.failure and rollout.drawn_tokens, (name, rollout)
+            if name in expected:
+                assert re.search(expected[name], rollout.broke) and rollout.reward == 0, (name, rollout.broke)
+            else:
+                assert rollout.reward == 1 and not rollout.broke, (name, rollout.broke)
+    bench.pool.close()
+    left = [line for line in os.popen("ps -eo pid,args").read().splitlines() if "sleep 98765" in line or command[2] in line]
+    assert not [line for line in left if "scen" not in line], left
+
+
+def many(folder: Path) -> None:
+    """256 agents sleep at the same time; none is lost, and their memory is bounded."""
+    bench = AgentBench(
+        folder,
+        "agent",
+        command=[sys.executable, "-S", *AGENT],
+        at_once=256,
+        limit_s=300.0,
+        episode_s=600.0,
+        variables={"ALL_SLEEP": str(folder / "all")},
+    )
+    most = {"agents": 0, "memory": 0.0, "of_judges": 0.0}
+
+    def watch() -> None:
+        while not done.is_set():
+            pids = [os.getpid(), *processes.descendants(os.getpid())]
+            names = {pid: _read(f"/proc/{pid}/comm").strip() for pid in pids}
+            memory = {pid: _proportional_kib(pid) for pid in pids}
+            agents = [pid for pid, name in names.items() if name.startswith("python")]
+            most["agents"] = max(most["agents"], len(agents) - 1)
+            most["memory"] = max(most["memory"], sum(memory.values()) / 1024)
+            if len(agents) > 256:  # and this process
+                (folder / "all").touch()
+            most["of_judges"] = max(most["of_judges"], sum(memory[pid] for pid in pids if "judge" in names[pid]) / 1024)
+            time.sleep(1)
+
+    done, started = threading.Event(), time.monotonic()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    played = bench.play(count=1, samples=256, first=agent_programs.BEHAVIOURS.index("sleeps"))
+    done.set()
+    watcher.join()
+    print(f"256 agents in {time.monotonic() - started:.0f} s; at once {most['agents']}; MiB {most}")
+    assert len(played) == 256 and all(rollout.reward == 1 and not rollout.failure for _, rollout in played)
+    assert most["agents"] >= 256 and most["of_judges"] < 256 * 24
+    bench.pool.close()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _proportional_kib(pid: int) -> int:
+    line = next((line for line in _read(f"/proc/{pid}/smaps_rollup").splitlines() if line.startswith("Pss:")), "Pss: 0")
+    return int(line.split()[1])
+
+
+SCENARIOS = (forks, misbehave)
+LONG = (many,)

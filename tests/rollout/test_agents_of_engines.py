@@ -15,3 +15,11 @@ def test_a_scenario(play_in, letters, scenario):
     """Run a scenario; its docstring says what must hold."""
     status, printed = play_in(scenario, letters)
     assert status == 0, printed[-4000:]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scenario", scenarios.LONG, ids=lambda scenario: scenario.__name__)
+def test_a_long_scenario(play_in, letters, scenario):
+    """Run a scenario that needs gigabytes and minutes."""
+    status, printed = play_in(scenario, letters, timeout_s=580)
+    assert status == 0, printed[-4000:]

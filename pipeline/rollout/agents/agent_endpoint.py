@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
@@ -27,7 +28,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from pipeline.environments.environment import AgentAccess
-from pipeline.rollout.agents.policy_serving import NAME, EpisodeServing
+from pipeline.rollout.agents.policy_serving import EPISODE, NAME, PolicyServing, ServedEpisode
 from pipeline.rollout.engine_client import EpisodeEnded
 
 MAX_BODY_BYTES = 64 << 20
@@ -38,14 +39,17 @@ MAX_UNPROVED = 256
 REQUEST_S = 60.0
 """Seconds in which a client must send its request, from its connection to the last byte of the body."""
 
+QUIET = logging.Logger("agent endpoint", logging.CRITICAL)
+"""The server's log: strangers and agents would write what they like."""
+
 Handler = Callable[[Any], Awaitable[Any]]
 
 
 class AgentEndpoint:
     """Serves one episode, from `start` to `close`."""
 
-    def __init__(self, serving: EpisodeServing, host: str = "127.0.0.1") -> None:
-        self._serving, self._host = serving, host
+    def __init__(self, serving: PolicyServing, episode: ServedEpisode, host: str = "127.0.0.1") -> None:
+        self._serving, self._episode, self._host = serving, episode, host
         self._key = secrets.token_urlsafe(24)
         self._open = 0
         self._unproved: set[Any] = set()  # connections without a complete request of the episode
@@ -64,7 +68,7 @@ class AgentEndpoint:
         for path, (form, handler) in routes.items():
             application.router.add_post(path, self._route(form, handler))
         application.router.add_get("/v1/models", self._models)
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(application, access_log=None, logger=QUIET, shutdown_timeout=0.1)
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._connect, self._host, 0, backlog=1024)
@@ -111,6 +115,7 @@ class AgentEndpoint:
             try:
                 content = await asyncio.wait_for(http.read(), REQUEST_S)
                 self._unproved.discard(http.protocol)
+                EPISODE.set(self._episode)
                 return await _answer(http, form, handler, content)
             except TimeoutError:
                 return _refusal(408, f"the request did not arrive within {REQUEST_S:g} s", "timeout")

@@ -34,10 +34,12 @@ class AgentFunction:
 
     async def __call__(self, engine: EngineClient, prompt: Prompt, seed: int) -> AgentResult:
         """Return the result of an episode. Raises what the environment raises."""
-        from pipeline.rollout.agents.agent_endpoint import AgentEndpoint  # imports vLLM, which other judges do not need
+        # These import vLLM, which judges without agents do not need.
+        from pipeline.rollout.agents.agent_endpoint import AgentEndpoint
+        from pipeline.rollout.agents.policy_serving import ServedEpisode
 
-        serving = self._serving.episode(engine)
-        endpoint = AgentEndpoint(serving)
+        episode = ServedEpisode(engine)
+        endpoint = AgentEndpoint(self._serving, episode)
         access = await endpoint.start()
         try:
             outcome = await self._play(engine, self._environment.play(prompt, access, seed))
@@ -47,7 +49,7 @@ class AgentFunction:
         outcome = replace(outcome or Outcome(0.0), observation=None)
         continued = {turn.previous.number for turn in engine.drawn if turn.previous is not None}
         ends = tuple(sorted(turn.number for turn in engine.drawn if turn.number not in continued))
-        tree, metrics = serving.tree, {**outcome.metrics, "conversations": float(len(ends))}
+        tree, metrics = episode.tree, {**outcome.metrics, "conversations": float(len(ends))}
         if answers := tree.matched + tree.unmatched:
             metrics["unmatched_answers"] = tree.unmatched / answers
         return AgentResult(replace(outcome, metrics=metrics), ends, truncated)

@@ -12,7 +12,8 @@ when its turn is complete.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,8 +60,23 @@ class _History:
     parse: Any  # (text, tokens) -> the message that an agent gets
 
 
+@dataclass(frozen=True)
+class ServedEpisode:
+    """An episode whose requests are answered, and what its agent was told."""
+
+    engine: EngineClient
+    tree: ConversationTree = field(default_factory=ConversationTree)
+
+
+EPISODE: ContextVar[ServedEpisode] = ContextVar("episode")
+"""The episode of the request that the current task answers."""
+
+
 class PolicyServing:
-    """What all episodes of an engine share: tokenizer, chat template and parsers. Built before judges are forked."""
+    """vLLM's handlers of requests, which all episodes of an engine share. Built before judges are forked.
+
+    Callers set EPISODE first.
+    """
 
     def __init__(self, policy: PolicyConfig, chat_template: str | None, observations: Observations | None) -> None:
         """Read the model's configuration and tokenizer. observations: encodes replies; None if episodes have one turn."""
@@ -73,51 +89,35 @@ class PolicyServing:
             language_model_only=True,
             generation_config="vllm",
         )
-        self.observations = observations
+        model_config = arguments.create_model_config()
+        model_config.quantization = None  # no weights here
         tool_parser, reasoning_parser = None, None
-        self.model_config = arguments.create_model_config()
-        self.model_config.quantization = None  # no weights here
-        self.vllm_config = VllmConfig(model_config=self.model_config)
-        self.renderer = renderer_from_config(self.vllm_config)
-        self.options: dict[str, Any] = {
+        options: dict[str, Any] = {
             "request_logger": None,
             "chat_template": chat_template,
             "chat_template_content_format": "auto",
             "enable_auto_tools": tool_parser is not None,
             "tool_parser": tool_parser,
-            "reasoning_parser": reasoning_parser or "",
             "default_chat_template_kwargs": policy.tokenizer.chat_template_kwargs or {},
         }
-
-    def episode(self, engine: EngineClient) -> EpisodeServing:
-        """Return the handlers of one episode."""
-        return EpisodeServing(self, engine)
-
-
-class EpisodeServing:
-    """The handlers of one episode's requests. `tree` has what its agent was told."""
-
-    def __init__(self, shared: PolicyServing, engine: EngineClient) -> None:
-        self.tree = ConversationTree()
-        client: Any = _EpisodeEngine(shared, engine, self.tree)
-        models = OpenAIServingModels(client, [BaseModelPath(name=NAME, model_path=shared.model_config.model)])
-        renderer = _ExactRenderer(shared, self.tree, engine)
-        parts, options = (client, models), shared.options
+        client: Any = _EpisodeEngine(VllmConfig(model_config=model_config))
+        self.models = OpenAIServingModels(client, [BaseModelPath(name=NAME, model_path=model_config.model)])
+        parts = client, self.models
+        renderer = _ExactRenderer(observations, model_config, client.renderer, reasoning_parser=reasoning_parser, **options)
+        renderer.warmup()  # so that judges share what it loads
+        options["reasoning_parser"] = reasoning_parser or ""
         self.chat = OpenAIServingChat(*parts, "assistant", online_renderer=renderer, **options)
         self.messages = AnthropicServingMessages(*parts, "assistant", online_renderer=renderer, **options)
         self.responses = OpenAIServingResponses(*parts, renderer, **options)
-        self.responses.enable_store = True  # for `previous_response_id`; it ends with the episode
         self.completions = OpenAIServingCompletion(*parts, online_renderer=renderer, request_logger=None)
-        self.models = models
 
 
 class _ExactRenderer(OnlineRenderer):
     """Renders a request, and replaces the tokens of a history that the policy has seen by those that it has seen."""
 
-    def __init__(self, shared: PolicyServing, tree: ConversationTree, engine: EngineClient) -> None:
-        options = {**shared.options, "reasoning_parser": shared.options["reasoning_parser"] or None}
-        super().__init__(shared.model_config, shared.renderer, **options)
-        self._shared, self._tree, self._engine = shared, tree, engine
+    def __init__(self, observations: Observations | None, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self._observations = observations
 
     @override
     async def preprocess_chat(self, request: Any, messages: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ class _ExactRenderer(OnlineRenderer):
             return {"role": "assistant", "content": content or "", **({"tool_calls": functions} if functions else {})}
 
         turn, reply = None, None
-        if found := self._tree.find(history, tools, tokens):
+        if found := EPISODE.get().tree.find(history, tools, tokens):
             said, end = found
             turn, reply = said.turn, tokens[len(said.turn.before) + len(said.turn.tokens) :]
             if end < len(history):
@@ -149,22 +149,21 @@ class _ExactRenderer(OnlineRenderer):
 
     def _encode(self, said: AgentTurn, replies: list[Message], tools: Any) -> np.ndarray:
         """Return the tokens between a turn of the policy and its next turn."""
-        observations = self._shared.observations
-        if observations is None:
+        if self._observations is None:
             raise VLLMValidationError("the episode has had its turns (max_rollout_turns)")
-        return observations.tokens(replies, int(said.turn.tokens[-1]), said.message, tools)
+        return self._observations.tokens(replies, int(said.turn.tokens[-1]), said.message, tools)
 
 
 class _EpisodeEngine:
-    """vLLM's engine client over the engine client of an episode. It has what the serving classes use."""
+    """vLLM's engine client over the engine clients of episodes. It has what the serving classes use."""
 
     errored, is_running, is_stopped = False, True, False
     dead_error = RuntimeError("the engine has ended")
     input_processor = None
 
-    def __init__(self, shared: PolicyServing, engine: EngineClient, tree: ConversationTree) -> None:
-        self.vllm_config, self.model_config, self.renderer = shared.vllm_config, shared.model_config, shared.renderer
-        self._engine, self._tree = engine, tree
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
+        self.renderer = renderer_from_config(vllm_config)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse several answers to one request."""
@@ -177,16 +176,17 @@ class _EpisodeEngine:
         """Draw a turn and yield it: at once, or token by token for a stream."""
         _check_distribution(sampling_params)
         history: _History | None = prompt.get(CONTINUES)
-        most = self._engine.settings.sampling.max_new_tokens
+        episode = EPISODE.get()
+        most = episode.engine.settings.sampling.max_new_tokens
         options: Any = {"stop": sampling_params.stop or None, "max_new_tokens": min(sampling_params.max_tokens or most, most)}
         if history and history.turn is not None:
-            turn = await self._engine.generate(history.turn, history.reply, **options)
+            turn = await episode.engine.generate(history.turn, history.reply, **options)
         else:
-            turn = await self._engine.generate(np.asarray(prompt["prompt_token_ids"], np.int32), **options)
+            turn = await episode.engine.generate(np.asarray(prompt["prompt_token_ids"], np.int32), **options)
         outputs = list(self._outputs(turn, sampling_params, request_id))
         if history:
             text = "".join(output.outputs[0].text for output in outputs)
-            self._tree.add(history.messages, history.tools, AgentTurn(turn, history.parse(text, turn.tokens.tolist())))
+            episode.tree.add(history.messages, history.tools, AgentTurn(turn, history.parse(text, turn.tokens.tolist())))
         for output in outputs:
             yield output
 

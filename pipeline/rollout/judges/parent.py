@@ -103,6 +103,7 @@ class Parent:
         self._report = EnvReport()
 
     def _load_serving(self, policy: PolicyConfig) -> PolicyServing:
+        from pipeline.rollout.agents import agent_endpoint  # noqa: F401 - so that judges share its memory
         from pipeline.rollout.agents.policy_serving import PolicyServing  # imports vLLM
 
         template = self._tokenizer.chat_template
@@ -125,6 +126,7 @@ class Parent:
             raise self._failed.result()
         serving.result()
         await asyncio.gather(*(group.close() for group in self._groups.values()))
+        self._end_orphans()
 
     async def _take_commands(self, reader: asyncio.StreamReader) -> None:
         while True:
@@ -255,6 +257,7 @@ def run(connection: socket.socket, rank: int) -> None:
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     with contextlib.suppress(OSError):
         linux.raise_oom_score(OOM_SCORE)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # forks do not have the threads of a tokenizer
     rank_log.set_up()
     length = connection.recv(4, socket.MSG_WAITALL)
     if len(length) < 4:  # the rank has ended, or needs no environments
