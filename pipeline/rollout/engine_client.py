@@ -112,7 +112,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 Reply = str | dict[str, Any] | np.ndarray | Sequence[int]
-"""An observation: a message of the user, a message {"role", "content"}, or tokens."""
+"""An observation: a message of the user, a message {"role", "content"} or a list of them, or tokens."""
 Context = Prompt | DrawnTurn | Reply | Sequence[dict[str, Any]]
 """The conversation before a turn: the prompt, a drawn turn, or a new conversation (messages, a text, or tokens)."""
 RolloutFunction = Callable[["EngineClient", Prompt, int], Coroutine[Any, Any, list[DrawnTurn]]]

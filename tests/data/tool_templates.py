@@ -22,8 +22,10 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.config import TokenizerConfig
+from pipeline.data.call_parsers import CallParser
 from pipeline.data.observations import Observations
 from pipeline.data.rendering import ChatTemplate
+from pipeline.data.tool_messages import ParsedTurn
 from tests.data.published_templates import SPECIAL, THINK
 
 FOLDER = Path(__file__).parent / "templates"
@@ -155,6 +157,17 @@ def token_difference(model: Model, count: int = 1) -> str:
         if held != whole:
             return f"turn {number}: {tokenizer.decode(held)!r}, not {tokenizer.decode(whole)!r}"
     return ""
+
+
+def parsed(model: Model, text: str, thinks: bool = False) -> ParsedTurn:
+    """Return what the parser reads in a text that the policy samples."""
+    tokenizer = tokenizer_of(model)
+    return parser_of(model).parse(tokenizer(text, add_special_tokens=False).input_ids, [TOOL], thinks)
+
+
+@functools.cache
+def parser_of(model: Model) -> CallParser:
+    return CallParser(tokenizer_of(model), TokenizerConfig(), chat=True)
 
 
 def main() -> int:

@@ -51,7 +51,7 @@ def test_other_values_are_refused(wrong):
     _, text = made()
     with pytest.raises(TypeError, match="expected the prompt, a drawn turn, messages, a text or tokens"):
         text.context(wrong)
-    with pytest.raises(TypeError, match="expected a text, one message or tokens"):
+    with pytest.raises(TypeError, match="expected a text, messages or tokens"):
         text.reply(wrong, 5, 99)
     for tokens in ([-1], [text.vocabulary]):
         with pytest.raises(ValueError, match="got the token"):
