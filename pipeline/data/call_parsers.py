@@ -89,8 +89,10 @@ class CallParser:
         template = tokenizer.get_chat_template(tools=[]) if chat and tokenizer.chat_template else ""
         self._tokenizer, self._name = tokenizer, tool_parser or parser_for(template) or HERMES
         self._special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._class: Any = None if self._name == HARMONY else _load("tool", self._name, TOOL_PARSER)
-        self._reasoner = _load("reasoning", reasoning_parser, REASONING_PARSER)(tokenizer) if reasoning_parser else None
+        self._class = None if self._name == HARMONY else _load("tool", self._name, TOOL_PARSER, tokenizer)
+        self._reasoner: Any = None
+        if reasoning_parser:
+            self._reasoner = _load("reasoning", reasoning_parser, REASONING_PARSER, tokenizer)(tokenizer)
         end = getattr(self._reasoner, "reasoning_end_str", None)
         self._marks = (getattr(self._reasoner, "reasoning_start_str", None) or "", end) if end else _marks(template)
         self._open, self._close = ("<tool_call>", "</tool_call>") if self._name == HERMES else ("", "")
@@ -150,7 +152,7 @@ class CallParser:
         """Return (the calls as (name, arguments), the text outside them, why none could be read)."""
         with _noted_errors() as errors:
             for schemas in [_parameters(tools), None] if tools else [None]:
-                parser = self._class(self._tokenizer, schemas)
+                parser: Any = self._class(self._tokenizer, schemas)  # type: ignore[misc] - it is a class but for gpt-oss
                 if hasattr(parser, "skip_reasoning_parsing"):
                     parser.skip_reasoning_parsing = True
                 try:
@@ -214,20 +216,27 @@ def _marks(template: str) -> tuple[str, str]:
     return next(((begin, end) for begin, end in REASONING.items() if end in template), ("<think>", "</think>"))
 
 
-def _load(kind: str, name: str, key: str) -> Any:
-    """Return a class of vLLM's parsers. kind: tool or reasoning. Raises RecipeError."""
+def _load(kind: str, name: str, key: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return a class of vLLM's parsers, which can read texts of the tokenizer. kind: tool or reasoning. Raises RecipeError."""
     try:
         if kind == "tool":
             from vllm.tool_parsers import ToolParserManager
 
-            return ToolParserManager.get_tool_parser(name)
-        from vllm.reasoning import ReasoningParserManager
+            found: Any = ToolParserManager.get_tool_parser(name)
+        else:
+            from vllm.reasoning import ReasoningParserManager
 
-        return ReasoningParserManager.get_reasoning_parser(name)
+            found = ReasoningParserManager.get_reasoning_parser(name)
     except ImportError as error:
         raise RecipeError(Problem(key, "missing-package", f"{name} needs vLLM: {error}")) from error
     except KeyError:
         raise RecipeError(Problem(key, "not-a-choice", f"got {name}; expected a parser of vLLM")) from None
+    try:
+        found(tokenizer)
+    except Exception as error:  # a parser raises what it likes for a tokenizer without its tokens
+        message = f"got {name}; expected a parser of this model's format: {error}"
+        raise RecipeError(Problem(key, "contradiction", message)) from error
+    return found
 
 
 def _parameters(tools: Any) -> list[Any] | None:

@@ -29,7 +29,7 @@ def test_conversations_are_rendered_with_the_chat_template():
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for after, rendered in ((end, "\n"), (5, "<|im_end|>\n")):
         expected = f"{rendered}<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
-        for reply in ("no", {"role": "user", "content": "no"}):
+        for reply in ("no", {"role": "user", "content": "no"}, [{"role": "user", "content": "no"}]):
             assert tokenizer.decode(text.reply(reply, after, 99)) == expected
     assert text.reply("no", end, 3) is None and text.reply([5, 6, 7], end, 2) is None
     assert text.reply(np.array([5, 6]), end, 2).tolist() == text.reply([5, 6], end, 2).tolist() == [5, 6]
