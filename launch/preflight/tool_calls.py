@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from launch.preflight import bounded, signatures
 from launch.preflight.model_readings import ModelReading
-from pipeline.config import Problem, Recipe, collected, generates, keyed_sets, prompt_tools, reads_calls
-from pipeline.data.call_parsers import REASONING_PARSER, TOOL_PARSER, parser_for
+from pipeline.config import Problem, Recipe, collected, generates, keyed_sets, prompt_tools
+from pipeline.data.call_parsers import FORMATS, REASONING_PARSER, TOOL_PARSER, parser_for
 from pipeline.data.templates import KEY, check_tools
 
 TABLES = {TOOL_PARSER: "vllm.tool_parsers", REASONING_PARSER: "vllm.reasoning"}
@@ -30,18 +30,20 @@ def problems(recipe: Recipe, reading: ModelReading | None) -> Iterator[Problem]:
         yield from _unknown(key, name)
     if reading is None or not reading.tokenizer.chat_template or not recipe.data.apply_chat_template:
         return
-    shown = _shown(recipe)
-    if "tools" not in (recipe.policy.tokenizer.chat_template_kwargs or {}) and shown:
-        yield from _dropped(recipe, reading, shown)
-    if shown and generation.tool_parser is None and reads_calls(recipe.env):
-        template = reading.tokenizer.get_chat_template(tools=shown)
-        if parser_for(template) is None:
-            message = "got null, and the chat template's format of calls is not known; expected a parser of vLLM"
-            yield Problem(TOOL_PARSER, "missing-value", f"{message}. Try hermes, or one of: {', '.join(_names(TOOL_PARSER))}")
+    if not (shown := _shown(recipe)):
+        return
+    dropped = [*_dropped(recipe, reading, shown)]
+    yield from dropped
+    template = reading.tokenizer.get_chat_template(tools=shown)
+    if not dropped and generation.tool_parser is None and parser_for(template) is None:
+        message = "got null, and the chat template's format of calls is not known; expected a parser of vLLM"
+        yield Problem(TOOL_PARSER, "missing-value", f"{message}. Try one of: {', '.join(dict.fromkeys(FORMATS.values()))}")
 
 
 def _shown(recipe: Recipe) -> list[dict]:
     """Return the tools that prompts show, without the user's own."""
+    if "tools" in (recipe.policy.tokenizer.chat_template_kwargs or {}):  # which take their place
+        return []
     names = dict.fromkeys(dataset.env_name for dataset in keyed_sets(recipe.data).values())
     return [tool for name in names for tool in prompt_tools(recipe.env, name)]
 

@@ -228,7 +228,7 @@ def _load(kind: str, name: str, key: str, tokenizer: PreTrainedTokenizerBase) ->
 
             found = ReasoningParserManager.get_reasoning_parser(name)
     except ImportError as error:
-        raise RecipeError(Problem(key, "missing-package", f"{name} needs vLLM: {error}")) from error
+        raise RecipeError(Problem(key, "not-installed", f"{name} needs vLLM: {error}")) from error
     except KeyError:
         raise RecipeError(Problem(key, "not-a-choice", f"got {name}; expected a parser of vLLM")) from None
     try:

@@ -72,7 +72,7 @@ def function_schema(name: str, tool: Tool | type[Tool]) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ValueError(f"tool {name}: got a {type(schema).__name__} as `schema`; expected a JSON schema")
     function = as_function(schema).get("function") or (schema if "parameters" in schema else {"parameters": schema})
-    return {"type": "function", "function": {**function, **described}}
+    return {"type": "function", "function": {**described, **function, **described}}  # templates write keys in their order
 
 
 def check_arguments(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
