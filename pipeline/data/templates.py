@@ -120,6 +120,8 @@ def check_tools(
     key: str = KEY,
 ) -> None:
     """Raise RecipeError, about the recipe's `key`, if a template does not render the names of tools. Other errors pass."""
+    if not tools:
+        return
     names = [str(tool.get("function", {}).get("name", "")) for tool in tools]
     messages = [{"role": "user", "content": QUESTION}]
     options: Any = {**(template_kwargs or {}), "tokenize": False, "add_generation_prompt": True}
