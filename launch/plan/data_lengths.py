@@ -16,7 +16,7 @@ from typing import Any
 from launch.preflight import bounded, data_files, model_readings
 from launch.preflight.model_readings import ModelReading
 from pipeline import config
-from pipeline.config import LABELED, PAIRED, DatasetConfig, Recipe, RecipeError, generates
+from pipeline.config import LABELED, PAIRED, DatasetConfig, Recipe, RecipeError, generates, prompt_tools
 from pipeline.data import named
 from pipeline.data.chat import Encoder
 from pipeline.data.columns import recognize_columns
@@ -66,7 +66,8 @@ def _lengths_of(recipe: Recipe, key: str, dataset: DatasetConfig, reading: Model
 
     def work() -> list[int]:
         tokenizer: Any = reading.tokenizer  # has what Encoder uses of transformers' class
-        encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, dataset)
+        tools = prompt_tools(recipe.env, dataset.env_name) if generates(recipe) else ()
+        encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, dataset, tools)
         lengths: list[int] = []
         for row in rows:
             lengths += (length for length in _lengths(recipe, encoder, row) if length <= recipe.data.max_input_seq_length)

@@ -7,6 +7,7 @@ torch.
       architecture               each model's config.json against the parallel layout
       libraries, signatures      options that are handed on to vLLM, Megatron-Core, torch and transformers
       model_tokenizers           tokenizers, as model_readings has them, chat templates and vocabularies
+      tool_calls                 prompts can show tools, and the parsers of calls exist
       data_files, data_records   the first records of data files, read and encoded as in the job
     evaluation_data              an evaluation's checkpoint, the data of its tasks, and tasks of lm-evaluation-harness
     installed                    packages that some keys need, the compiler of kernels, and sandboxes

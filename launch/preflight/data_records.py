@@ -17,7 +17,16 @@ from launch.preflight import bounded, data_files
 from launch.preflight.data_files import FirstRecords, Record
 from launch.terminal.units import plural
 from pipeline.algorithms import LABELED
-from pipeline.config import GENERATED_DATASETS, DatasetConfig, Problem, Recipe, RecipeError, answer_check, generates
+from pipeline.config import (
+    GENERATED_DATASETS,
+    DatasetConfig,
+    Problem,
+    Recipe,
+    RecipeError,
+    answer_check,
+    generates,
+    prompt_tools,
+)
 from pipeline.config.environments import Environments, judging_scorers
 from pipeline.data.chat import Encoder, unknown_token
 from pipeline.data.columns import column, column_names, guess_columns, judged_by_answer, recognize_columns
@@ -280,7 +289,8 @@ def _encode(
         """Return (the results, the first error that tells of this check and not of a record; "" without one)."""
         try:
             of_files: Any = FileTokenizer(tokenizer.parent, recipe.policy.tokenizer)  # has what Encoder uses of transformers'
-            encoder = Encoder(of_files, recipe.policy.tokenizer, recipe.data, dataset)
+            tools = prompt_tools(recipe.env, dataset.env_name) if generates(recipe) else ()
+            encoder = Encoder(of_files, recipe.policy.tokenizer, recipe.data, dataset, tools)
         except RecipeError:
             return [], ""
         results: list[tuple[Any, ...]] = []

@@ -6,7 +6,7 @@ import os
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
-from launch.preflight import model_readings
+from launch.preflight import model_readings, tool_calls
 from launch.preflight.model_readings import ModelReading
 from launch.recipes.model_files import is_inside, model_config, model_folder
 from pipeline import config
@@ -35,6 +35,7 @@ def problems(
                     f"{section}: no file of {model.model_name} names a stop token; every answer runs to the maximum length"
                 )
             yield from _too_large(reading, f"{section}.tokenizer.name", f"{section}.model_name", reading.rows)
+    yield from tool_calls.problems(recipe, readings.get("policy"))
     if policy := readings.get("policy"):
         for section, model in config.models(recipe).items():  # these read the policy's tokens
             if section not in readings:

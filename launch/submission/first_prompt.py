@@ -11,7 +11,7 @@ from launch.preflight.data_files import FirstRecords, first_records
 from launch.preflight.model_readings import ModelReading
 from launch.terminal.safe_text import plain
 from pipeline import config
-from pipeline.config import DatasetConfig, Recipe, RecipeError
+from pipeline.config import DatasetConfig, Recipe, RecipeError, generates, prompt_tools
 from pipeline.data.chat import Encoder
 from pipeline.data.columns import recognize_columns
 
@@ -44,7 +44,8 @@ def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, records: FirstRecor
 
     def work() -> dict[str, Any]:
         tokenizer: Any = reading.tokenizer  # has what Encoder uses of transformers' class
-        encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, columns)
+        tools = prompt_tools(recipe.env, dataset.env_name) if generates(recipe) else ()
+        encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, columns, tools)
         wrong: dict[str, Any] = {}
         for number, record in numbered if recipe.data.bad_records == "drop" else numbered[:1]:
             try:

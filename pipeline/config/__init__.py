@@ -49,7 +49,9 @@ from pipeline.config.environments import (
     answer_check,
     judged_by_expected_answers,
     kind_class,
+    prompt_tools,
     read_kwargs,
+    reads_calls,
     reads_columns,
 )
 from pipeline.config.formatting import format_override, format_with_origins

@@ -248,6 +248,25 @@ def agents(environments: Environments) -> frozenset[str]:
     return frozenset(name for name, kind in kinds.items() if hasattr(kind_class(str(kind)), "play"))
 
 
+def prompt_tools(environments: Environments, name: str | None, own_code: bool = False) -> list[dict[str, Any]]:
+    """Return the tools that the prompts of an environment show, as JSON schemas in OpenAI's form.
+
+    own_code: whether to run the user's code, as only the job may. Else the user's own tools are left out.
+    """
+    environment = environments.get(name) if name else None
+    if environment is None or environment.kind not in KINDS:
+        return []
+    arguments, problems = read_kwargs(f"env.{name}.kwargs", str(environment.kind), environment.kwargs)
+    return [] if problems else kind_class(str(environment.kind)).tool_schemas(arguments, own_code)
+
+
+def reads_calls(environments: Environments) -> bool:
+    """Return whether an environment reads the tool calls in the policy's turns."""
+    return any(
+        environment.kind in KINDS and kind_class(str(environment.kind)).reads_calls for environment in environments.values()
+    )
+
+
 def check_environments(environments: Environments) -> Iterator[Problem]:
     """Yield the problems of the environments' kwargs, alone and in combination with other environments."""
     for name, environment in environments.items():

@@ -86,6 +86,10 @@ class GenerationConfig:
     stop_strings: list[Annotated[Text, Field(min_length=1)]] | None = None
     """Texts that end an answer, or a turn, at the token that completes the text. The answer's tokens include it; the answer's
     text, which environments get, ends before it. Needed if a chat template ends turns with several tokens."""
+    tool_parser: Text | None = None
+    """vLLM's parser of the policy's tool calls, such as hermes, for env.NAME.kind=tools. null: by the chat template."""
+    reasoning_parser: Text | None = None
+    """vLLM's parser of reasoning, in which tool calls do not count. null: by marks in the chat template, such as <think>."""
     max_num_seqs: Annotated[
         Positive | None,
         Field(

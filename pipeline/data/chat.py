@@ -22,7 +22,7 @@ from pipeline.data.columns import Message
 from pipeline.data.plain_text import PlainText, tokens_with_text
 from pipeline.data.records import Continuation, Example, RecordReader, Turns, check_prompt_text
 from pipeline.data.rendering import ChatTemplate
-from pipeline.data.templates import check_template, choose_template
+from pipeline.data.templates import check_template, check_tools, choose_template
 from pipeline.data.turns import GENERATION_BLOCK, AssistantTurns
 from pipeline.recipe import user_files
 from pipeline.recipe.problems import Problem, RecipeError
@@ -48,18 +48,28 @@ def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:
 class Encoder(RecordReader):
     """Reads and tokenizes the records of one data set.
 
-    Raises RecipeError if a required chat template is missing, if `prompt_file` does not have exactly one {}, or if the recipe
-    sets `system_prompt_file` or `messages_key` with data.apply_chat_template=false.
+    Raises RecipeError if a required chat template is missing, if it does not render `tools`, if `prompt_file` does not have
+    exactly one {}, or if the recipe sets `system_prompt_file` or `messages_key` with data.apply_chat_template=false.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tokenizer_config: TokenizerConfig, data: DataConfig, dataset: DatasetConfig
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tokenizer_config: TokenizerConfig,
+        data: DataConfig,
+        dataset: DatasetConfig,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> None:
+        """Prepare the template. tools: those of the data set's environment, which prompts show.
+
+        policy.tokenizer.chat_template_kwargs.tools takes their place.
+        """
         text = _read_prompt_file(dataset.prompt_file) if dataset.prompt_file else "{}"
         system = user_files.read_text(dataset.system_prompt_file).strip() if dataset.system_prompt_file else None
-        super().__init__(data, dataset, text, system)
+        variables = tokenizer_config.chat_template_kwargs or {}
+        super().__init__(data, dataset, text, system, () if "tools" in variables else tools)
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer, tokenizer_config.chat_template_kwargs)
+        self.template = ChatTemplate(tokenizer, variables)
         self._plain = PlainText(tokenizer)
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()}
@@ -69,7 +79,8 @@ class Encoder(RecordReader):
             )
             raise RecipeError(Problem("policy.tokenizer.chat_template", "missing-value", message))
         if data.apply_chat_template:
-            check_template(tokenizer, tokenizer_config.chat_template_kwargs)
+            check_template(tokenizer, variables)
+            check_tools(tokenizer, variables, self.tools)
         if system is not None and not data.apply_chat_template:
             raise _needs_template("system_prompt_file")
         if dataset.messages_key and not data.apply_chat_template:

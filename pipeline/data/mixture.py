@@ -27,8 +27,10 @@ from pipeline.config import (
     DatasetConfig,
     Recipe,
     answer_check,
+    generates,
     held_out_sets,
     keyed_sets,
+    prompt_tools,
     reads_columns,
     section,
     training_sets,
@@ -234,7 +236,8 @@ def _stream(
         dataset = recognized.dataset
         if recognized.description:
             logger.info("%s: %s", key, recognized.description)
-    encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, dataset)
+    tools = prompt_tools(recipe.env, dataset.env_name, own_code=True) if generates(recipe) else ()
+    encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, dataset, tools)
     if labeled and learns_pairs(recipe, dataset):
         records = SplitPairs(records)
     stream = kind(records, encoder, seed=section(recipe).seed, shuffle=shuffle, max_num_epochs=epochs)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,9 +48,6 @@ PLACEHOLDER_TURN, PLACEHOLDER_REPLY = "Understood7", "Answered7"  # texts that n
 QUESTION: Message = {"role": "user", "content": "?"}
 TEXT_TURN: Message = {"role": "assistant", "content": PLACEHOLDER_TURN}
 CUT = " [cut]"  # end of a truncated observation
-
-Tools = Sequence[dict[str, Any]] | None
-"""JSON schemas of functions, which the template gets; None: no tools."""
 
 
 class Observations:
@@ -74,23 +71,30 @@ class Observations:
         self._ends: list[Any] = [tokenizer.convert_tokens_to_ids(text) for text in ends.texts]  # typed as for a batch
         self._forms: dict[Any, int] = {}  # roles of messages and number of calls -> the first form that the template renders
         if chat:
-            self._form([{"role": "user", "content": ""}], TEXT_TURN, None)
+            self._form([{"role": "user", "content": ""}], TEXT_TURN, {})
 
     def tokens(
-        self, messages: Message | Sequence[Message], after: int | None, turn: Message | None = None, tools: Tools = None
+        self,
+        messages: Message | Sequence[Message],
+        after: int | None,
+        turn: Message | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> np.ndarray:
         """Return the tokens, `[O]` int32, between the policy's turn and the start of its next turn.
 
         messages: {"role", "content"}, one or several, such as the results of tool calls; without a chat template the role has
         no effect. after: the policy's last token; None if it has none. turn: the policy's turn if it has `tool_calls`, in the
-        form of `template_fields.read_messages`. Raise RecipeError for roles that the template cannot render there.
+        form of `template_fields.read_messages`. tools, variables: the record's, for the template. Raise RecipeError for roles
+        that the template cannot render there.
         """
         replies = [self._escaped(message) for message in ([messages] if isinstance(messages, dict) else messages)]
         if self._template is None:
             return np.asarray(self._escaper.tokenize("\n".join(reply["content"] for reply in replies)), np.int32)
         said = TEXT_TURN if turn is None or not turn.get("tool_calls") else self._placeholder_turn(turn)
-        said, replies = self._form(replies, said, tools)
-        text, (end, ended) = self._conversation(said, replies, tools)
+        options = dict(variables or {}) | ({"tools": list(tools)} if tools else {})
+        said, replies = self._form(replies, said, options)
+        text, (end, ended) = self._conversation(said, replies, options)
         begin = ended if after in self._ends else end
         before, all_tokens = self._escaper.tokenize(text[:begin]), self._escaper.tokenize(text)
         if all_tokens[: len(before)] != before:  # a token spans the end of the turn, which has no special token
@@ -106,14 +110,15 @@ class Observations:
         after: int | None,
         room: int,
         turn: Message | None = None,
-        tools: Tools = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> np.ndarray | None:
         """Return the `tokens` of messages, at most `room` of them.
 
         If they do not fit, the longest contents are truncated to one length and end in CUT. Return None if no part of a content
         fits.
         """
-        tokens = self.tokens(messages, after, turn, tools)
+        tokens = self.tokens(messages, after, turn, tools, variables)
         messages = [messages] if isinstance(messages, dict) else messages
         contents = [self._escaper.tokenize(self._escaper.escape(message["content"])) for message in messages]
         keep = max(map(len, contents), default=0)
@@ -125,7 +130,7 @@ class Observations:
                 {**message, "content": f"{self._tokenizer.decode(content[:keep])}{CUT}"} if len(content) > keep else message
                 for message, content in zip(messages, contents, strict=True)
             ]
-            tokens = self.tokens(shorter, after, turn, tools)
+            tokens = self.tokens(shorter, after, turn, tools, variables)
         return tokens
 
     def _escaped(self, message: Message) -> Message:
@@ -139,22 +144,22 @@ class Observations:
         ]
         return {"role": "assistant", "content": "", "tool_calls": calls}
 
-    def _form(self, replies: list[Message], turn: Message, tools: Tools) -> tuple[Message, list[Message]]:
+    def _form(self, replies: list[Message], turn: Message, options: dict[str, Any]) -> tuple[Message, list[Message]]:
         """Return the turn and the replies in the first form that the template renders completely.
 
         Raise RecipeError if it renders none.
         """
         key = (*(reply["role"] for reply in replies), len(turn.get("tool_calls") or ()))
         if key not in self._forms:
-            self._forms[key] = self._first_rendered(replies, turn, tools)
+            self._forms[key] = self._first_rendered(replies, turn, options)
         return list(_forms(turn, replies))[self._forms[key]]
 
-    def _first_rendered(self, replies: list[Message], turn: Message, tools: Tools) -> int:
+    def _first_rendered(self, replies: list[Message], turn: Message, options: dict[str, Any]) -> int:
         probes = [{**reply, "content": f"{PLACEHOLDER_REPLY}x{i}x"} for i, reply in enumerate(replies)]
         problems: list[str] = []
         for said, told in _forms(turn, probes):
             try:
-                text, (begin, _) = self._conversation(said, told, tools)
+                text, (begin, _) = self._conversation(said, told, options)
                 if all(probe["content"] in text[begin:] for probe in probes):
                     if told[0]["role"] != replies[0]["role"]:
                         logger.info(
@@ -169,14 +174,13 @@ class Observations:
         message = f"cannot render a message of the role {roles} after an assistant's turn: {problems[-1]}"
         raise RecipeError(Problem("policy.tokenizer.chat_template", "unsupported", message))
 
-    def _conversation(self, turn: Message, replies: list[Message], tools: Tools) -> tuple[str, tuple[int, int]]:
+    def _conversation(self, turn: Message, replies: list[Message], options: dict[str, Any]) -> tuple[str, tuple[int, int]]:
         """Return a rendered conversation, which ends where the policy's next turn begins, and (end, ended).
 
         end: the position where the policy's text ends. ended: the position after the token that ends the turn, if there is one.
         """
         assert self._template is not None
-        options = {"tools": list(tools)} if tools else {}
-        text = self._template.text([QUESTION, turn, *replies], add_generation_prompt=True, **options)
+        text = self._template.text([QUESTION, turn, *replies], **{**options, "add_generation_prompt": True})
         if not turn.get("tool_calls"):
             if (begin := text.find(PLACEHOLDER_TURN)) < 0:
                 raise TemplateRefusal("it renders no text of the assistant")

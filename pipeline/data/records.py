@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +50,20 @@ Example = Continuation | Turns
 class RecordReader:
     """Reads the records of one data set. All methods raise ValueError for a record that they cannot read."""
 
-    def __init__(self, data: DataConfig, dataset: DatasetConfig, prompt_text: str = "{}", system: str | None = None) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        dataset: DatasetConfig,
+        prompt_text: str = "{}",
+        system: str | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> None:
         """Set the columns and the texts around the input.
 
-        prompt_text: text around the input, which replaces {}. system: the system prompt.
+        prompt_text: text around the input, which replaces {}. system: the system prompt. tools: JSON schemas of the tools that
+        prompts show if a record has no tools of its own.
         """
-        self.data, self.dataset = data, dataset
+        self.data, self.dataset, self.tools = data, dataset, tools
         self._prompt_text, self._system = prompt_text, system
 
     def question(self, record: Record) -> str | list[Message]:
@@ -150,7 +158,7 @@ class RecordReader:
 
     def template_options(self, record: Record) -> dict[str, Any]:
         """Return the record's options of the chat template, such as `tools`; see `pipeline.data.template_fields`."""
-        return template_options(record, self.dataset.tools_key) if self.data.apply_chat_template else {}
+        return template_options(record, self.dataset.tools_key, self.tools) if self.data.apply_chat_template else {}
 
     def margin(self, record: Record) -> float:
         """Return by how much the chosen answer is better; 0 without a margin column."""

@@ -2,7 +2,8 @@
 
 The forms are those of TRL and transformers (https://huggingface.co/docs/trl/dataset_formats#tool-calling):
 
-    tools                  [{"type": "function", "function": {"name", "description", "parameters": {...}}}], or as JSON
+    tools                  [{"type": "function", "function": {"name", "description", "parameters": {...}}}], or as JSON; also
+                           in MCP's form, {"name", "description", "inputSchema"}
     messages               {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name", "arguments"}}]}, then
                            {"role": "tool", "name": ..., "content": ...}
     chat_template_kwargs   {"enable_thinking": false}
@@ -13,24 +14,30 @@ Arguments as JSON text (OpenAI's form) become a mapping. A null stands for an ab
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.data.columns import Message, column
 from pipeline.data.rendering import RESERVED
+from pipeline.data.tool_messages import as_function
 
 VARIABLES = "chat_template_kwargs"
 
 
-def template_options(record: Mapping[str, Any], tools_key: str | None) -> dict[str, Any]:
-    """Return a record's options for the chat template: `tools` and variables. Raise ValueError if they are malformed."""
-    options: dict[str, Any] = {}
-    if tools_key and (tools := _parse(column(record, tools_key), tools_key)):
+def template_options(
+    record: Mapping[str, Any], tools_key: str | None, tools_of_environment: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """Return a record's options for the chat template: `tools` and variables. Raise ValueError if they are malformed.
+
+    tools_of_environment: the tools of a record without tools of its own. An empty list in the column stands for no tools.
+    """
+    options: dict[str, Any] = {"tools": list(tools_of_environment)} if tools_of_environment else {}
+    if tools_key and (tools := _parse(column(record, tools_key), tools_key)) is not None:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError(
                 f"'{tools_key}' is not a list of JSON schemas of functions. Try tools_key=null to ignore the column"
             )
-        options["tools"] = tools
+        options = {"tools": [as_function(tool) for tool in tools]} if tools else {}
     if variables := _parse(record.get(VARIABLES), VARIABLES):
         if not isinstance(variables, dict):
             raise ValueError(f"'{VARIABLES}' is a {type(variables).__name__}, not an object of variables of the chat template")

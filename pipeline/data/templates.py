@@ -113,6 +113,28 @@ def check_template(
         raise RecipeError(Problem(key, "unsupported", f"{message} {{{{ message['content'] }}}}, the path of one, or null"))
 
 
+def check_tools(
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any] | None,
+    tools: Sequence[dict[str, Any]],
+    key: str = KEY,
+) -> None:
+    """Raise RecipeError, about the recipe's `key`, if a template does not render the names of tools. Other errors pass."""
+    if not tools:
+        return
+    names = [str(tool.get("function", {}).get("name", "")) for tool in tools]
+    messages = [{"role": "user", "content": QUESTION}]
+    options: Any = {**(template_kwargs or {}), "tokenize": False, "add_generation_prompt": True}
+    try:
+        texts = [str(tokenizer.apply_chat_template(messages, **{**options, "tools": shown})) for shown in (None, [*tools])]
+    except RENDER_ERRORS:
+        return
+    if missing := [name for name in names if texts[0].count(name) == texts[1].count(name)]:
+        message = f"does not show the tool {missing[0]} of the prompts' environment; expected a template that renders tools"
+        remedy = "Try the path of one, or env.NAME.kwargs.in_prompts=true if prompts describe tools and their format"
+        raise RecipeError(Problem(key, "unsupported", f"{message}. {remedy}"))
+
+
 def _read(path: Path, key: str, names: Sequence[str] = ()) -> str:
     """Return the text of a template's file. names: the names of the tokenizer's own templates, for a message."""
     try:

@@ -11,7 +11,7 @@
     llm_judge, judge_ratings, judge_prompts    score the answer with a generative judge
     reward_model    scores the answer with a reward model
     sliding_puzzle  a game of several turns
-    tools, tool, tool_calls    episodes with tool calls, the Tool protocol, and formats of calls
+    tools, tool     episodes with tool calls; the Tool protocol, and JSON schemas of tools
     calculator, python_tool    built-in tools
     verifiers, verifiers_bridge    tasksets of the `verifiers` package
 

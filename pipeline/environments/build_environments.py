@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pipeline.config import KINDS, EnvironmentConfig, kind_class, read_kwargs
 from pipeline.config.environments import AnswerScorer, scorers
+from pipeline.data.call_parsers import CallParser
 from pipeline.environments import custom
 from pipeline.environments.environment import Environment, EnvironmentContext, ServedJudge
 from pipeline.environments.rewards import KindReward, Reward, Rewards, Weighted
@@ -28,11 +29,14 @@ JUDGE_WORKERS = 16
 
 
 def build(
-    configs: Configs, names: Collection[str] | None = None, served_judge: ServedJudge | None = None
+    configs: Configs,
+    names: Collection[str] | None = None,
+    served_judge: ServedJudge | None = None,
+    call_parser: CallParser | None = None,
 ) -> dict[str, Environment]:
     """Build environments, and return their name under `env` -> environment. names: the environments to build; None: all.
 
-    A user's class is called with `kwargs`.
+    A user's class is called with `kwargs`. call_parser: needed by kinds that read tool calls.
 
     Raises RecipeError for an unknown kind, a class that is not an environment, kwargs that do not fit, and a node on which no
     sandbox works.
@@ -40,7 +44,7 @@ def build(
     environments: dict[str, Environment] = {}
     for name in configs if names is None else names:
         try:
-            environments[name] = _build(name, configs[name], configs, served_judge)
+            environments[name] = _build(name, configs[name], configs, served_judge, call_parser)
         except RecipeError:
             for environment in environments.values():
                 environment.close()
@@ -48,7 +52,9 @@ def build(
     return environments
 
 
-def _build(name: str, config: EnvironmentConfig, configs: Configs, served: ServedJudge | None) -> Environment:
+def _build(
+    name: str, config: EnvironmentConfig, configs: Configs, served: ServedJudge | None, calls: CallParser | None = None
+) -> Environment:
     named, key = scorers(name, config), f"env.{name}"
     if config.rewards:
         parts = [
@@ -60,7 +66,9 @@ def _build(name: str, config: EnvironmentConfig, configs: Configs, served: Serve
     elif not named:
         raise RecipeError(Problem(f"{key}.kind", "missing-value", "got null; expected a kind"))
     elif named[0].kind in KINDS:
-        environment = _built_in(named[0], config, lambda judge: _build_judge(key, config, configs, judge, served), served)
+        environment = _built_in(
+            named[0], config, lambda judge: _build_judge(key, config, configs, judge, served), served, calls
+        )
     else:
         environment = _own(
             named[0], lambda loaded: custom.build(named[0].kind, loaded, named[0].kwargs, config.timeout_s, served)
@@ -80,12 +88,16 @@ def _no_judge(judge: str) -> Environment:
 
 
 def _built_in(
-    scorer: AnswerScorer, config: EnvironmentConfig, judge: Callable[[str], Environment], served: ServedJudge | None
+    scorer: AnswerScorer,
+    config: EnvironmentConfig,
+    judge: Callable[[str], Environment],
+    served: ServedJudge | None,
+    calls: CallParser | None = None,
 ) -> Environment:
     arguments, problems = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)
     if problems:
         raise RecipeError(*problems)
-    context = EnvironmentContext(config.timeout_s, config.workers, judge, served)
+    context = EnvironmentContext(config.timeout_s, config.workers, judge, served, calls)
     with _refused(scorer, "unsupported"):
         return kind_class(scorer.kind).build(arguments, context)
 

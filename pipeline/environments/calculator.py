@@ -43,6 +43,8 @@ class Calculator(Configurable, Tool, ToolSession):
     """Maps `{"expression": "47*85"}` to `3995` within milliseconds."""
 
     parameters: ClassVar = {"expression": str}
+    description = "Compute the value of an arithmetic expression."
+    descriptions: ClassVar = {"expression": "Numbers, + - * / // % ** ^, parentheses, sqrt and abs, such as 47*85."}
 
     def __init__(self, arguments: Any = None) -> None:
         """Ignore `arguments`: a calculator has none."""

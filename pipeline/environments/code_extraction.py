@@ -19,7 +19,7 @@ import textwrap
 import unicodedata
 import warnings
 
-from pipeline.environments.tool_calls import THOUGHT_ENDS
+from pipeline.environments.environment import THOUGHT_ENDS
 
 STYLES = ("blocks", "continuation", "open_block")
 FENCE = "```"

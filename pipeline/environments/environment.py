@@ -20,7 +20,12 @@ from pipeline.recipe.problems import Problem
 from pipeline.recipe.values import Check, Text
 
 if TYPE_CHECKING:
+    from pipeline.data.call_parsers import CallParser
     from pipeline.types import Prompt
+
+
+THOUGHT_ENDS = "</think>"
+"""The end of a policy's reasoning. Several kinds read the answer after it."""
 
 
 class Unjudged(RuntimeError):
@@ -45,6 +50,7 @@ class Outcome:
     `reward/NAME` is one of several rewards, which GDPO normalizes on their own."""
     observation: dict[str, Any] | list[dict[str, Any]] | None = None
     """The reply to the policy: a message {"role", "content"}, or several, such as results of calls. None: the episode ends."""
+    turn: dict[str, Any] | None = None  # the policy's turn as a message with `tool_calls`, if the observation has their results
     extracted: str = ""  # the text's answer in a normal form, the same for equal answers; "": none
     notes: dict[str, str] = field(default_factory=dict)  # texts that the run's rollouts show beside the answer
     malformed: bool = False  # the turn calls a tool in a form that cannot be used; keys can mask or penalize such turns
@@ -56,6 +62,7 @@ class AnsweredTurn:
 
     text: str
     tokens: tuple[int, ...] | None = None  # of the text, with its stop token; None if only the text is known
+    thought: bool = False  # the policy thought before, in a turn of its own
     step: int = 0  # completed training steps when the episode was requested
     max_steps: int = 0  # of the run
 
@@ -174,6 +181,7 @@ class EnvironmentContext:
         [str], Environment
     ]  # builds another environment by its key under `env`; nobody shares it; raises RecipeError
     served_judge: ServedJudge | None = None  # None: the job serves none
+    call_parser: CallParser | None = None  # of the policy's turns; None if no environment `reads_calls`
 
 
 class BuiltinEnvironment(Configurable, Environment):
@@ -185,6 +193,8 @@ class BuiltinEnvironment(Configurable, Environment):
     """Name of an optional package that it imports; "" if there is none. `pip install '.[KIND]'` installs it."""
     is_final: ClassVar[bool] = True
     """True if this environment can judge final answers for another environment, such as one with tools."""
+    reads_calls: ClassVar[bool] = False
+    """True if it needs `EnvironmentContext.call_parser`."""
 
     def __init__(self, arguments: Any, context: EnvironmentContext) -> None:
         """Build the environment. Raises ValueError for arguments that this machine cannot serve."""
@@ -198,6 +208,14 @@ class BuiltinEnvironment(Configurable, Environment):
     def needs_answers(cls, arguments: Any) -> bool:
         """Return whether records must have an expected answer."""
         return True
+
+    @classmethod
+    def tool_schemas(cls, arguments: Any, own_code: bool) -> list[dict[str, Any]]:
+        """Return the tools that prompts show, as JSON schemas in OpenAI's form.
+
+        own_code: whether to run the user's code, which may describe tools. Else these are left out.
+        """
+        return []
 
     @classmethod
     def check_answer(cls, answer: str, arguments: Any) -> None:

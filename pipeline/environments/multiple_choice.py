@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.environments.environment import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
-from pipeline.environments.tool_calls import THOUGHT_ENDS
+from pipeline.environments.environment import THOUGHT_ENDS, BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
 from pipeline.recipe.values import Int
 
 if TYPE_CHECKING:

@@ -91,6 +91,8 @@ class PythonTool(Configurable, Tool):
 
     Arguments = PythonArguments
     parameters: ClassVar = {"code": str}
+    description = "Run Python code. Names persist from one call to the next."
+    descriptions: ClassVar = {"code": "The code. What it prints, and the value of its last expression, are the result."}
 
     def __init__(self, arguments: PythonArguments) -> None:
         """Make the sandbox. Raises SandboxError as `make_sandbox` does."""

@@ -1,8 +1,9 @@
 """Episodes in which the policy calls tools until it answers; another environment judges the final answer.
 
-A turn with calls gets their results as its observation; a turn without calls is the final answer. Errors of the policy (a call
-that is not JSON, an unknown tool, a division by zero) and tools that do not end in time are reported to it as `error: ...`. A
-tool that raises anything else fails the step.
+Prompts show the tools through the chat template, and the policy calls them in its model's own format
+(`pipeline/data/call_parsers.py`). A turn with calls gets their results as its observation, one message of the role `tool` for
+each; a turn without calls is the final answer. Errors of the policy (a malformed call, an unknown tool, a division by zero) and
+tools that do not end in time are reported to it as `error: ...`. A tool that raises anything else fails the step.
 
 Leaves out: calls that run at the same time.
 """
@@ -21,6 +22,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from pipeline.config import schema_validation
+from pipeline.data.tool_messages import ParsedTurn, ToolCall
 from pipeline.environments.calculator import Calculator
 from pipeline.environments.environment import (
     AnsweredTurn,
@@ -32,11 +34,10 @@ from pipeline.environments.environment import (
     requires_placeholder,
 )
 from pipeline.environments.python_tool import PythonTool
-from pipeline.environments.tool import MalformedCall, Tool, ToolError, ToolSession
-from pipeline.environments.tool_calls import CallFormat, HermesCalls, MarkedCalls, ToolCall
+from pipeline.environments.tool import MalformedCall, Tool, ToolError, ToolSession, check_arguments, function_schema
 from pipeline.recipe import user_code
 from pipeline.recipe.problems import Problem
-from pipeline.recipe.values import MISSING, Check, Positive, Text, not_a_kind
+from pipeline.recipe.values import MISSING, Bool, Check, Positive, Text, not_a_kind
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt
@@ -46,7 +47,6 @@ TOOLS: dict[str, type[Calculator] | type[PythonTool]] = {"calculator": Calculato
 WORKERS = 16
 CALL_SHARE = 0.9  # share of the remaining time that a call may take; its thread is abandoned when all of that time is over
 MAX_ABANDONED = 64  # threads of unfinished calls in a judge; when there are as many, no call begins
-TYPES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 
 
 @dataclass
@@ -54,6 +54,8 @@ class ToolEpisode:
     """The state of one episode."""
 
     judge_episode: Any
+    schemas: list[dict[str, Any]]  # of the tools that the prompt shows
+    thinks: bool = False  # the prompt ends with the mark that begins reasoning
     sessions: dict[str, ToolSession] = field(default_factory=dict)  # of the tools called so far
     calls: int = 0
     errors: int = 0
@@ -81,6 +83,8 @@ class ToolsArguments:
     """Maximum characters of a result. A longer result is cut, and a note says so."""
     max_calls: Annotated[Positive, Field(le=1000)] = 8
     """Maximum number of calls in a turn. Further calls get an error."""
+    in_prompts: Bool = False
+    """true: prompts describe the tools themselves, so the chat template gets none, and may be one without tools."""
 
 
 class Tools(BuiltinEnvironment):
@@ -93,6 +97,15 @@ class Tools(BuiltinEnvironment):
 
     Arguments = ToolsArguments
     is_final = False
+    reads_calls = True
+
+    @classmethod
+    @override
+    def tool_schemas(cls, arguments: Any, own_code: bool) -> list[dict[str, Any]]:
+        tools = {} if arguments.in_prompts else read_tools("tools", arguments.tools)[0]
+        built_in = {name: TOOLS[str(tool.kind)] for name, tool in tools.items() if tool.kind in TOOLS}
+        own = {name: _described(tool) for name, tool in tools.items() if own_code and name not in built_in}
+        return [function_schema(name, (built_in | own)[name]) for name in tools if name in built_in | own]
 
     @classmethod
     @override
@@ -105,12 +118,12 @@ class Tools(BuiltinEnvironment):
     def __init__(self, arguments: ToolsArguments, context: EnvironmentContext) -> None:
         """Build the tools and the judge. Raises ValueError for more workers than the judge has."""
         tools = {name: build_tool(tool) for name, tool in read_tools("tools", arguments.tools)[0].items()}
-        self._prepare(tools, HermesCalls(), arguments.max_calls, arguments, context)
+        self._parser = context.call_parser
+        self._prepare(tools, arguments.max_calls, arguments, context)
 
     def _prepare(
         self,
         tools: dict[str, Tool],
-        calls: CallFormat,
         max_calls: int,
         arguments: ToolsArguments | CalculatorArguments,
         context: EnvironmentContext,
@@ -119,7 +132,8 @@ class Tools(BuiltinEnvironment):
         if context.workers is not None and context.workers > judge.workers:
             raise ValueError(f"workers: got {context.workers}; expected at most {judge.workers}, the workers of the judge")
         self.workers = context.workers or min(WORKERS, judge.workers)
-        self._tools, self._format, self._judge = tools, calls, judge
+        self._tools, self._judge = tools, judge
+        self._schemas = {name: function_schema(name, tool) for name, tool in tools.items()}
         limits: JudgeLimits = getattr(judge, "limits", JudgeLimits())
         self.limits = replace(limits, call_s=None, variables=None)  # tools may need more time, and variables
         self._timeout_s, self._limit, self._max_calls = context.timeout_s, arguments.limit, max_calls
@@ -128,7 +142,9 @@ class Tools(BuiltinEnvironment):
 
     @override
     def reset(self, prompt: Prompt) -> ToolEpisode:
-        return ToolEpisode(self._judge.reset(prompt))
+        shown = prompt.task.get("template_options", {}).get("tools") or [*self._schemas.values()]
+        thinks = self._parser is not None and self._parser.opens_thought(prompt.tokens.tolist())
+        return ToolEpisode(self._judge.reset(prompt), shown, thinks)
 
     @override
     def step(self, episode: ToolEpisode, text: str) -> Outcome:
@@ -136,17 +152,17 @@ class Tools(BuiltinEnvironment):
 
     @override
     def step_answer(self, episode: ToolEpisode, answer: AnsweredTurn) -> Outcome:
-        text = answer.text
-        calls = self._format.calls(text)
-        if not calls:
+        turn = self._read(episode, answer)
+        if not turn.calls and not turn.malformed:
             for session in episode.sessions.values():
                 session.close()
             if hasattr(self._judge, "step_answer"):  # a user's class may have `step` alone
                 outcome = self._judge.step_answer(episode.judge_episode, answer)
             else:
-                outcome = self._judge.step(episode.judge_episode, text)
+                outcome = self._judge.step(episode.judge_episode, answer.text)
             return replace(outcome, metrics={**outcome.metrics, **_metrics(episode)})
         deadline = time.monotonic() + self._timeout_s
+        calls = [*turn.calls, *([ToolCall(error=turn.malformed)] if turn.malformed else [])]
         results, malformed = [], False
         for number, call in enumerate(calls):
             episode.calls += 1
@@ -158,8 +174,24 @@ class Tools(BuiltinEnvironment):
                 episode.errors += 1
                 malformed |= isinstance(error, MalformedCall)
                 results.append(_cut(f"error: {error}", self._limit))
-        observation = self._format.message(results[: self._max_calls + 1])
-        return Outcome(0.0, {"accuracy": 0.0, **_metrics(episode)}, observation, malformed=malformed)
+        most = self._max_calls + 1
+        return replace(self._reply(episode, replace(turn, calls=turn.calls[:most]), results[:most]), malformed=malformed)
+
+    def _read(self, episode: ToolEpisode, answer: AnsweredTurn) -> ParsedTurn:
+        if self._parser is None:
+            raise RuntimeError("no parser of tool calls was given")
+        said = answer.text if answer.tokens is None else answer.tokens
+        return self._parser.parse(said, episode.schemas, episode.thinks and not answer.thought, episode.calls)
+
+    def _reply(self, episode: ToolEpisode, turn: ParsedTurn, results: list[str]) -> Outcome:
+        """Return the outcome of a turn with calls. The last result may be of a malformed call."""
+        ids = [call.id for call in turn.calls] + [f"call{episode.calls:05d}"]
+        names = [{"name": call.name} for call in turn.calls] + [{}]
+        messages = [
+            {"role": "tool", "tool_call_id": id, **name, "content": result}
+            for id, name, result in zip(ids, names, results, strict=False)
+        ]
+        return Outcome(0.0, {"accuracy": 0.0, **_metrics(episode)}, messages, turn.message if turn.calls else None)
 
     @override
     def close(self) -> None:
@@ -171,7 +203,7 @@ class Tools(BuiltinEnvironment):
         if call.name not in self._tools:
             raise MalformedCall(f"there is no tool {call.name!r}; there are: {', '.join(self._tools)}")
         tool = self._tools[call.name]
-        _check_arguments(tool.parameters, call.arguments)
+        check_arguments(self._schemas[call.name], call.arguments)
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError(self._too_slow())
@@ -227,6 +259,12 @@ class CalculatorEnvironment(Tools):
     """A calculator as the only tool, called at most once per turn with an expression between two marks."""
 
     Arguments = CalculatorArguments
+    reads_calls = False
+
+    @classmethod
+    @override
+    def tool_schemas(cls, arguments: Any, own_code: bool) -> list[dict[str, Any]]:
+        return []
 
     @classmethod
     @override
@@ -234,8 +272,19 @@ class CalculatorEnvironment(Tools):
         yield from ()
 
     def __init__(self, arguments: CalculatorArguments, context: EnvironmentContext) -> None:
-        calls = MarkedCalls("calculator", "expression", arguments.open, arguments.close, arguments.reply)
-        self._prepare({"calculator": Calculator()}, calls, 1, arguments, context)
+        self._parser, self._marks = None, arguments
+        self._prepare({"calculator": Calculator()}, 1, arguments, context)
+
+    @override
+    def _read(self, episode: ToolEpisode, answer: AnsweredTurn) -> ParsedTurn:
+        """Return the expression between the first two marks. Text after them is not read; a turn should end there."""
+        expression, close, _ = answer.text.partition(self._marks.open)[2].partition(self._marks.close)
+        return ParsedTurn(calls=(ToolCall("calculator", {"expression": expression}),) if close else ())
+
+    @override
+    def _reply(self, episode: ToolEpisode, turn: ParsedTurn, results: list[str]) -> Outcome:
+        message = {"role": "tool", "content": self._marks.reply.replace("{}", results[0])}
+        return Outcome(0.0, {"accuracy": 0.0, **_metrics(episode)}, message)
 
 
 def read_tools(key: str, entries: Any) -> tuple[dict[str, ToolConfig], list[Problem]]:
@@ -267,11 +316,20 @@ def build_tool(tool: ToolConfig) -> Tool:
     if tool.kind is None or "." not in tool.kind:
         raise ValueError(f"got tool {tool.kind}; expected one of: {', '.join(TOOLS)}, or the dotted path of a class")
     instance = user_code.load(tool.kind)(**tool.kwargs)
-    if missing := [name for name in ("open", "parameters") if not hasattr(instance, name)]:
+    given = {name for name in ("open", "parameters") if hasattr(instance, name)}
+    given |= {"parameters"} if getattr(instance, "schema", None) else set()
+    if lacking := [name for name in ("open", "parameters") if name not in given]:
         raise ValueError(
-            f"tool {tool.kind} has no {' and no '.join(missing)}; expected a Tool of pipeline/environments/tool.py"
+            f"tool {tool.kind} has no {' and no '.join(lacking)}; expected a Tool of pipeline/environments/tool.py"
         )
     return instance
+
+
+def _described(tool: ToolConfig) -> Any:
+    """Return the class of a user's tool if it has the tool's description, else an object."""
+    loaded = user_code.load(str(tool.kind))
+    known = [vars(kind).get(name) for kind in getattr(loaded, "__mro__", ()) for name in ("parameters", "schema")]
+    return loaded if any(isinstance(value, dict) and value for value in known) else build_tool(tool)
 
 
 def read_tool_kwargs(key: str, tool: ToolConfig) -> tuple[Any, list[Problem]]:
@@ -286,16 +344,6 @@ def _run_call(session: ToolSession, call: ToolCall, timeout_s: float, answer: Fu
         answer.set_result(session.call(call.arguments, timeout_s))
     except BaseException as error:
         answer.set_exception(error)
-
-
-def _check_arguments(parameters: dict[str, type], arguments: dict[str, Any]) -> None:
-    if set(arguments) != set(parameters):
-        raise MalformedCall(f"the arguments are: {', '.join(parameters)}; not: {', '.join(arguments) or 'none'}")
-    for name, kind in parameters.items():
-        value = arguments[name]
-        fits = isinstance(value, (int, float) if kind is float else kind)
-        if not fits or (isinstance(value, bool) and kind is not bool):
-            raise MalformedCall(f"argument {name} is {TYPES[kind]}")
 
 
 def _cut(text: str, limit: int) -> str:

@@ -6,8 +6,9 @@ A taskset provides both the prompts and the judge, so a recipe names it twice:
                  kwargs: {taskset: gsm8k-v1, size: 1000}}  # validation: the same with another `first`, such as 1000
     env.hub:    {kind: verifiers, kwargs: {taskset: gsm8k-v1}}
 
-A turn of the policy is one completion of the task's program. Its tool calls are parsed in Hermes' format (`tool_calls.py`), and
-the results of the tools are the observation. The prompt must list the tools: policy.tokenizer.chat_template_kwargs.tools.
+A turn of the policy is one completion of the task's program. Its tool calls are read in the model's own format
+(`pipeline/data/call_parsers.py`), and the results of the tools are the observation. The prompt must list the tools:
+policy.tokenizer.chat_template_kwargs.tools.
 
 Hetstep does not depend on the package. Install it in the generate image, and in the train image too, which reads the data set.
 Leaves out: environments of several agents, tasks that need a container, tasks in which the user speaks first; see
@@ -19,13 +20,12 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from pipeline.environments.environment import BuiltinEnvironment, EnvironmentContext, Outcome
-from pipeline.environments.tool_calls import HermesCalls
+from pipeline.environments.environment import AnsweredTurn, BuiltinEnvironment, EnvironmentContext, Outcome
 from pipeline.recipe.values import MISSING, Text
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Verifiers(BuiltinEnvironment):
     Arguments = VerifiersArguments
     package = "verifiers"
     is_final = False
+    reads_calls = True
     workers = 16
 
     def __init__(self, arguments: VerifiersArguments, context: EnvironmentContext) -> None:
@@ -75,7 +76,9 @@ class Verifiers(BuiltinEnvironment):
             loaded_tasks = bridge.Tasks(arguments.taskset, arguments.config)
         except (ModuleNotFoundError, AttributeError) as error:
             raise ValueError(f"taskset: {error}") from error
-        self._bridge, self._timeout_s, self._calls = bridge.Bridge(loaded_tasks), context.timeout_s, HermesCalls()
+        if context.call_parser is None:
+            raise ValueError("no parser of tool calls was given")
+        self._bridge, self._timeout_s, self._parser = bridge.Bridge(loaded_tasks), context.timeout_s, context.call_parser
 
     @override
     def reset(self, prompt: Prompt) -> TaskEpisode:
@@ -95,13 +98,19 @@ class Verifiers(BuiltinEnvironment):
 
     @override
     def step(self, episode: TaskEpisode, text: str) -> Outcome:
+        return self.step_answer(episode, AnsweredTurn(text))
+
+    @override
+    def step_answer(self, episode: TaskEpisode, answer: AnsweredTurn) -> Outcome:
         """Answer the open request and run the task to its next request or end. Raises RuntimeError if it ends with errors."""
         bridge = _load_bridge()
         assert episode.request is not None
         message_count = len(episode.request.messages)
-        event = self._bridge.answer(episode, self._message(text), self._timeout_s)
+        turn = self._turn(answer)
+        event = self._bridge.answer(episode, turn, self._timeout_s)
         if isinstance(event, bridge.CompletionRequest):
-            return Outcome(0.0, {}, _observation(event.messages[message_count + 1 :]))
+            replies = event.messages[message_count + 1 :]
+            return Outcome(0.0, {}, replies, turn if "tool_calls" in turn else None)
         if not event.ok:
             raise RuntimeError(
                 "; ".join(f"{error.type}: {error.message}" for error in event.errors) or f"ended by {event.stop_condition}"
@@ -114,28 +123,16 @@ class Verifiers(BuiltinEnvironment):
     def close(self) -> None:
         self._bridge.close()
 
-    def _message(self, text: str) -> dict[str, Any]:
-        """Return a text as an assistant message. A malformed call stays in the message's text, so the task sees an answer."""
-        calls = [call for call in self._calls.calls(text) if not call.error]
+    def _turn(self, answer: AnsweredTurn) -> dict[str, Any]:
+        """Return an answer as an assistant message. Malformed calls alone stay in its text, so that the task sees an answer."""
+        turn = self._parser.parse(answer.text if answer.tokens is None else answer.tokens)
+        calls = tuple(call for call in turn.calls if not call.error)
         if not calls:
-            return {"role": "assistant", "content": text}
-        functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
-        return {
-            "role": "assistant",
-            "content": text.partition(HermesCalls.OPEN)[0].strip(),
-            "tool_calls": [
-                {"id": f"call_{i}", "type": "function", "function": function} for i, function in enumerate(functions)
-            ],
-        }
-
-
-def _observation(messages: list[dict[str, Any]]) -> dict[str, str]:
-    roles = {message["role"] for message in messages}
-    if len(roles) != 1:
-        raise ValueError(
-            f"got messages of {' and '.join(sorted(roles)) or 'nobody'} between two turns of the policy; expected a single role"
-        )
-    return {"role": roles.pop(), "content": "\n".join(str(message["content"]) for message in messages)}
+            return {"role": "assistant", "content": answer.text}
+        message = replace(turn, reasoning="", calls=calls).message
+        for call in message["tool_calls"]:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        return message
 
 
 def _role_content_pairs(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from pipeline.config import PolicyConfig, TokenizerConfig
 from pipeline.data.chat import unknown_text
 from pipeline.data.plain_text import PlainText
 from pipeline.data.rendering import ChatTemplate
-from pipeline.data.templates import check_template
+from pipeline.data.templates import check_template, check_tools
 from pipeline.evaluation.questions import Message, Question
 from pipeline.evaluation.task_data import TaskData
 from pipeline.recipe.problems import Problem, RecipeError
@@ -32,7 +32,12 @@ SHOWN_IDS = 3  # questions named in a message
 
 
 def encode(
-    name: str, task: TaskConfig, data: TaskData, policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase
+    name: str,
+    task: TaskConfig,
+    data: TaskData,
+    policy: PolicyConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[list[Prompt], list[str]]:
     """Return (prompts in the order of the questions, warnings).
 
@@ -40,7 +45,7 @@ def encode(
     that leave less room than max_new_tokens, so that answers may be cut earlier, and of text that the tokenizer does not know.
     Raises RecipeError, which names the questions, if prompts leave no room for an answer or the chat template refuses them.
     """
-    encoder = PromptEncoder(name, task, policy.tokenizer, tokenizer)
+    encoder = PromptEncoder(name, task, policy.tokenizer, tokenizer, tools)
     prompts: list[Prompt] = []
     sizes: dict[str, int] = {}  # question's id -> tokens of its prompt
     for question in data.questions:
@@ -67,21 +72,37 @@ def encode(
 class PromptEncoder:
     """Renders and tokenizes the questions of one task."""
 
-    def __init__(self, name: str, task: TaskConfig, config: TokenizerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises RecipeError if the task needs a chat template that renders the user's messages, and the tokenizer has none."""
+    def __init__(
+        self,
+        name: str,
+        task: TaskConfig,
+        config: TokenizerConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Prepare the template. tools: JSON schemas that prompts show, if a question has none of its own.
+
+        Raises RecipeError if the task needs a chat template that renders the user's messages and the tools, and the tokenizer
+        has none.
+        """
         self._key, self._task, self._tokenizer = f"evaluate.tasks.{name}", task, tokenizer
         self._plain, self._template = PlainText(tokenizer), ChatTemplate(tokenizer, config.chat_template_kwargs)
+        tools = () if "tools" in (config.chat_template_kwargs or {}) else tools
         if task.apply_chat_template and not tokenizer.chat_template:
             message = f"got true, and the tokenizer {tokenizer.name_or_path} has no chat template. Try false"
             raise RecipeError(Problem(f"{self._key}.apply_chat_template", "missing-value", message))
         if task.apply_chat_template:
             check_template(tokenizer, config.chat_template_kwargs)
+            check_tools(tokenizer, config.chat_template_kwargs, tools)
+        self._tools: dict[str, Any] = {"tools": [*tools]} if tools else {}
 
     def prompt(self, question: Question, examples: Sequence[Question] = ()) -> Prompt:
         """Return the prompt of a question. The environment gets `Question.task`, and the prompt as "messages" or "text"."""
         context: dict[str, Any] = {}
         if self._task.apply_chat_template:
             context["messages"] = self.messages(question, examples)
+            if options := self._tools | question.template_options:
+                context["template_options"] = options
         else:
             context["text"] = self.text(question, examples)
         tokens = self.tokenize(self.text(question, examples))
@@ -98,7 +119,7 @@ class PromptEncoder:
         continued = messages[-1]["role"] == "assistant"
         options = {"add_generation_prompt": not continued, "continue_final_message": continued}
         try:
-            rendered = self._template.text(messages, **{**question.template_options, **options})
+            rendered = self._template.text(messages, **{**self._tools, **question.template_options, **options})
         except ValueError as error:
             raise self._bad_record(question, str(error)) from error
         return rendered + (self._task.answer_prefix or "")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from pipeline.algorithms.evaluate import TaskConfig
-from pipeline.config import Recipe
+from pipeline.config import Recipe, prompt_tools
 from pipeline.coordination.dispatch import RolloutSpec
 from pipeline.data.stop_strings import rollout_text
 from pipeline.evaluation import prompts, task_data
@@ -35,7 +35,8 @@ class GenerationTask:
         self.name, self.config = name, config
         self._tokenizer = tokenizer
         read = task_data.read(name, config)
-        self._prompts, self.warnings = prompts.encode(name, config, read, recipe.policy, tokenizer)
+        tools = prompt_tools(recipe.env, config.env_name, own_code=True)
+        self._prompts, self.warnings = prompts.encode(name, config, read, recipe.policy, tokenizer, tools)
         self._questions = {question.index: question for question in read.questions}
         self.dropped = read.dropped.count
 

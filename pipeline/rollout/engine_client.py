@@ -113,9 +113,9 @@ class SamplingOptions(TypedDict, total=False):
     seed: int  # in [0, 2**63)
 
 
-Reply = str | dict[str, Any] | np.ndarray | Sequence[int]
-"""An observation: a message of the user, a message {"role", "content"}, or tokens."""
-Context = Prompt | DrawnTurn | Reply | Sequence[dict[str, Any]]
+Reply = str | dict[str, Any] | Sequence[dict[str, Any]] | np.ndarray | Sequence[int]
+"""An observation: a message of the user, a message {"role", "content"} or a list of them, or tokens."""
+Context = Prompt | DrawnTurn | Reply
 """The conversation before a turn: the prompt, a drawn turn, or a new conversation (messages, a text, or tokens)."""
 RolloutFunction = Callable[["EngineClient", Prompt, int], Coroutine[Any, Any, list[DrawnTurn]]]
 

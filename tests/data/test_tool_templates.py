@@ -1,20 +1,109 @@
 """Tool calls and their results in the templates that models were published with."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pipeline.config import TokenizerConfig
+from pipeline.data.call_parsers import CallParser
 from pipeline.data.observations import CUT, Observations
-from tests.data.tool_templates import MODELS, TOOL, results, token_difference, tokenizer_of, turn
+from pipeline.data.tool_messages import ParsedTurn, ToolCall
+from tests.data.tool_templates import (
+    COLUMNS,
+    MODELS,
+    TOOL,
+    parse,
+    refusal,
+    results,
+    row,
+    said_in,
+    token_difference,
+    tokenizer_of,
+    turn,
+)
+from tests.problems import refused
 
-WITH_CALLS = [name for name, model in MODELS.items() if not model.refused]
+WITH_CALLS = [name for name, model in MODELS.items() if model.calls]
+WITH_SEVERAL = [name for name in WITH_CALLS if not MODELS[name].parallel]
+DROPPED = {"Gemma 3", "DeepSeek-V3.1", "SmolLM2"}
 
 
-@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", WITH_CALLS)
-def test_prompt_turns_and_observations_equal_the_whole_conversation(name, count):
-    assert token_difference(MODELS[name], count) == ""
+def test_what_the_template_writes_is_encoded_read_and_learned(name):
+    """`row` compares tokens of episodes, calls and masks; the columns are in `tool_templates`."""
+    cells = row(MODELS[name])
+    expected = dict.fromkeys(COLUMNS, "") | {"parallel": MODELS[name].parallel}
+    assert cells | {"shown": ""} == expected
+    assert bool(cells["shown"]) == (name in DROPPED)
+
+
+@pytest.mark.parametrize("name", sorted(DROPPED & {*MODELS}))
+def test_a_template_that_drops_tools_is_refused(name):
+    assert re.fullmatch("policy.tokenizer.chat_template: does not show the tool add .*in_prompts=true.*", refusal(MODELS[name]))
+
+
+def test_a_template_that_refuses_several_calls_renders_all_results():
+    assert token_difference(MODELS["Llama 3.1"], 2) == ""
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_CALLS if name not in ("Llama 3.1", "gpt-oss", "DeepSeek-V3.1")])
+def test_calls_in_the_reasoning_do_not_count(name):
+    model = MODELS[name]
+    text = said_in(model, turn(3)).removesuffix(model.end)
+    call = text.rpartition("</think>")[2]
+    begin = "" if name == "Qwen3.5" else "<think>"  # whose prompt has it
+    read = parse(model, f"{begin}maybe {call}</think>No.{model.end}")
+    assert (read.calls, read.malformed, read.content) == ((), "", "No.")
+    assert parse(model, f"{begin}maybe {call}") == ParsedTurn("", f"maybe {call}".strip())  # the end is not reached
+    assert len(parse(model, f"{begin}maybe {call}</think>{call}{model.end}").calls) == 1
+
+
+@pytest.mark.parametrize("name", WITH_SEVERAL)
+def test_a_second_call_that_is_cut_is_told_and_the_first_one_runs(name):
+    model = MODELS[name]
+    text = said_in(model, turn(3, 2)).removesuffix(model.end)
+    read = parse(model, text[: -len(text) // 6])
+    assert read.malformed and len(read.calls) < 2 and all(call.arguments["b"] == 0 for call in read.calls)
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_calls_of_unknown_tools_are_read(name):
+    model = MODELS[name]
+    read = parse(model, said_in(model, turn(3)).replace("add", "subtract"))
+    assert [call.name for call in read.calls] == ["subtract"] and not read.malformed
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant<|channel|>commentary to=functions.add"
+            ' <|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>',
+            ParsedTurn("", "Add.", (ToolCall("add", {"a": 1, "b": 2}, "", "call00001"),)),
+        ),
+        (
+            "<|channel|>analysis<|message|>to=functions.add?<|end|><|start|>assistant<|channel|>final<|message|>5<|return|>",
+            ParsedTurn("5", "to=functions.add?"),
+        ),
+        ("<|channel|>commentary to=functions.add<|message|>{", ParsedTurn("", "", (), "a call without <|call|>")),
+        ("<|channel|>commentary to=functions.add", ParsedTurn("", "", (), "a call without <|message|>")),
+        ("5", ParsedTurn("5")),
+    ],
+)
+def test_gpt_oss_calls_tools_in_channels(text, expected):
+    read = parse(MODELS["gpt-oss"], text)
+    assert replace(read, content=read.content if not read.malformed else "") == expected
+
+
+def test_a_parser_that_does_not_read_the_templates_calls_is_refused():
+    with refused(("policy.generation.tool_parser", "contradiction")):
+        CallParser(tokenizer_of(MODELS["Qwen3"]), TokenizerConfig(), chat=True, tool_parser="mistral")
+    with refused(("policy.generation.tool_parser", "not-a-choice")):
+        CallParser(tokenizer_of(MODELS["Qwen3"]), TokenizerConfig(), chat=True, tool_parser="hermess")
+    named = CallParser(tokenizer_of(MODELS["Qwen3"]), TokenizerConfig(), True, "hermes", "deepseek_r1")
+    assert named.parse("<think>a</think>b") == ParsedTurn("b", "a")
 
 
 @pytest.mark.parametrize("name", MODELS)

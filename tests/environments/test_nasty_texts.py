@@ -14,8 +14,8 @@ from pipeline.environments.build_environments import build
 from pipeline.environments.code import code_in
 from pipeline.environments.code_tests import same_result
 from pipeline.environments.environment import Environment
-from pipeline.environments.tool_calls import HermesCalls
 from pipeline.types import Prompt
+from tests.environments.test_tools import hermes
 
 CONFIGS = {
     "exact": EnvironmentConfig(kind="exact_match"),
@@ -70,7 +70,7 @@ PIECES = (
 
 @pytest.fixture(scope="module")
 def environments():
-    built = build(CONFIGS)
+    built = build(CONFIGS, call_parser=hermes())
     yield built
     for environment in built.values():
         environment.close()
@@ -139,5 +139,5 @@ def test_an_answer_nested_too_deeply_is_wrong():
 
 
 def test_half_a_surrogate_pair_is_not_a_call():
-    (call,) = HermesCalls().calls('<tool_call>{"name": "python", "arguments": {"code": "\\ud800"}}</tool_call>')
-    assert call.error and not call.name
+    (call,) = hermes().parse('<tool_call>{"name": "python", "arguments": {"code": "\\ud800"}}</tool_call>').calls
+    assert call.error and not call.arguments

@@ -1,5 +1,6 @@
 """Tool calls, with tools that hang, raise, and return a megabyte."""
 
+import functools
 import json
 import threading
 import time
@@ -8,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config import EnvironmentConfig
+from pipeline.config import RECIPES, EnvironmentConfig, TokenizerConfig
+from pipeline.data.call_parsers import CallParser
+from pipeline.data.chat import load_tokenizer
 from pipeline.environments.build_environments import build
 from pipeline.environments.code import OWN_SHARE
 from pipeline.environments.environment import Environment, Outcome
@@ -18,6 +21,13 @@ from pipeline.types import Prompt
 from tests.environments.pooled import outcomes
 
 PROMPT = Prompt(0, np.zeros(1, np.int32), "tools", {"answer": "3995"})
+
+
+@functools.cache
+def hermes() -> CallParser:
+    """Return the parser of plain prompts."""
+    config = TokenizerConfig(name=str(RECIPES / "tiny"))
+    return CallParser(load_tokenizer(config), config, chat=False)
 
 
 class Troublesome:
@@ -60,27 +70,36 @@ def environment(timeout_s: float = 10.0, **kwargs: Any) -> Tools:
         ),
         "answers": EnvironmentConfig(kind="exact_match"),
     }
-    return build(configs)["tools"]
+    return build(configs, call_parser=hermes())["tools"]
 
 
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def results(outcome: Outcome) -> list[str]:
+    assert isinstance(outcome.observation, list) and outcome.reward == 0.0
+    assert {message["role"] for message in outcome.observation} == {"tool"}
+    return [message["content"] for message in outcome.observation]
+
+
 def told(environment: Tools, text: str) -> tuple[str, dict[str, float]]:
     outcome = environment.step(environment.reset(PROMPT), text)
-    assert outcome.reward == 0.0 and outcome.observation["role"] == "tool"
-    return outcome.observation["content"], outcome.metrics
+    (content,) = results(outcome)
+    return content, outcome.metrics
 
 
 def test_an_episode():
     tools = environment()
     episode = tools.reset(PROMPT)
     first = tools.step(episode, f"<think>maybe <tool_call> helps</think> {call('calculator', expression='47*85')}")
-    assert first.observation == {"role": "tool", "content": "3995"}
+    assert first.observation == [{"role": "tool", "tool_call_id": "call00000", "name": "calculator", "content": "3995"}]
+    function = {"name": "calculator", "arguments": {"expression": "47*85"}}
+    assert first.turn["tool_calls"] == [{"id": "call00000", "type": "function", "function": function}]
     assert (first.reward, first.metrics) == (0.0, {"accuracy": 0.0, "calls": 1.0, "call_errors": 0.0})
     second = tools.step(episode, call("calculator", expression="1/0") + call("calculator", expression="2+2"))
-    assert second.observation == {"role": "tool", "content": "error: division by zero\n4"}
+    assert results(second) == ["error: division by zero", "4"]
+    assert [call["id"] for call in second.turn["tool_calls"]] == ["call00001", "call00002"]
     last = tools.step(episode, " 3995 ")
     assert (last.reward, last.observation) == (1.0, None)
     assert last.metrics == {"accuracy": 1.0, "unparsed": 0.0, "calls": 3.0, "call_errors": 1.0}
@@ -91,10 +110,12 @@ def test_an_episode():
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("<tool_call>{", "error: a <tool_call> without </tool_call>"),
+        ("<tool_call>{", "error: not JSON: .*"),
+        ('<tool_call>{"name": "calculator", "arguments": {}}', "error: a <tool_call> without </tool_call>"),
         ("<tool_call>{</tool_call>", "error: not JSON: .*"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "error: not JSON: .*"),
-        ("<tool_call>[]</tool_call>", 'error: a call is {"name": ..., "arguments": {...}}'),
+        ("<tool_call>[]</tool_call>", "error: no call in the model's format can be read"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "error: a call without 'name'"),
         ('<tool_call>{"name": "calculator", "arguments": 3}</tool_call>', "error: arguments are a JSON object"),
         (call("search", q="x"), "error: there is no tool 'search'; there are: calculator, trouble"),
         (call("calculator", code="x"), "error: the arguments are: expression; not: code"),
@@ -120,8 +141,8 @@ def test_a_tool_that_hangs_is_abandoned_and_others_continue():
     outcome = tools.step(episode, call("trouble", way="hang") + call("calculator", expression="1+1"))
     assert time.monotonic() - start < 30
     late = "error: the tool did not answer within 0.3 s"
-    assert outcome.observation["content"] == f"{late}\n{late}"  # the turn's time limit was reached
-    assert tools.step(episode, call("trouble", way="well")).observation["content"] == "fine"
+    assert results(outcome) == [late, late]  # the turn's time limit was reached
+    assert results(tools.step(episode, call("trouble", way="well"))) == ["fine"]
     assert trouble.opened == 2  # without the session that still hangs
     assert tools.step(episode, "3995").reward == 1.0
     assert trouble.closed == 1
@@ -158,9 +179,10 @@ def test_a_long_output_is_truncated_with_a_mark():
 
 
 def test_endless_calls():
-    content, metrics = told(environment(max_calls=2), call("calculator", expression="1+1") * 1000)
-    assert content == "2\n2\nerror: more than 2 calls in one turn"
-    assert metrics["calls"] == 1000
+    tools = environment(max_calls=2)
+    outcome = tools.step(tools.reset(PROMPT), call("calculator", expression="1+1") * 1000)
+    assert results(outcome) == ["2", "2", "error: more than 2 calls in one turn"]
+    assert outcome.metrics["calls"] == 1000 and len(outcome.turn["tool_calls"]) == 3
 
 
 def test_the_short_format_of_a_small_model():
@@ -191,7 +213,7 @@ class OneAtATime(Environment):
 
 def judged_by(judge: EnvironmentConfig, **asking: Any) -> Tools:
     tools = EnvironmentConfig(kind="tools", kwargs={"judge": "judge", "tools": ["calculator"]}, **asking)
-    return build({"tools": tools, "judge": judge})["tools"]
+    return build({"tools": tools, "judge": judge}, call_parser=hermes())["tools"]
 
 
 def test_waiting_for_the_judge_does_not_count_as_time():

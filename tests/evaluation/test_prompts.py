@@ -1,5 +1,6 @@
 """Prompts: plain text as lm-evaluation-harness writes it, chat templates, worked examples, prefixes, and lengths."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,18 @@ def encoder(template: str | None = CHATML, kwargs: dict | None = None, **keys: A
 
 def chatml(*turns: tuple[str, str], ends: str = "<|im_start|>assistant\n") -> str:
     return "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns) + ends
+
+
+def test_prompts_show_the_tools_of_the_environment():
+    tool, own = ({"type": "function", "function": {"name": name}} for name in ("add", "look"))
+    task = TaskConfig(apply_chat_template=True, env_name="math")
+    shows = "{% for t in tools %}{{ t.function.name }}: {% endfor %}" + CHATML
+    made = PromptEncoder("quiz", task, TokenizerConfig(), tokenizer(shows), [tool])
+    assert made.prompt(QUESTION).task["template_options"] == {"tools": [tool]}
+    assert made.text(QUESTION).startswith("add: <|im_start|>")
+    assert made.text(replace(QUESTION, template_options={"tools": [own]})).startswith("look: ")
+    with refused(("policy.tokenizer.chat_template", "unsupported")):
+        PromptEncoder("quiz", task, TokenizerConfig(), tokenizer(CHATML), [tool])
 
 
 def test_plain_text():

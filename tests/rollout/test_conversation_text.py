@@ -29,7 +29,7 @@ def test_conversations_are_rendered_with_the_chat_template():
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for after, rendered in ((end, "\n"), (5, "<|im_end|>\n")):
         expected = f"{rendered}<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
-        for reply in ("no", {"role": "user", "content": "no"}):
+        for reply in ("no", {"role": "user", "content": "no"}, [{"role": "user", "content": "no"}]):
             assert tokenizer.decode(text.reply(reply, after, 99)) == expected
     assert text.reply("no", end, 3) is None and text.reply([5, 6, 7], end, 2) is None
     assert text.reply(np.array([5, 6]), end, 2).tolist() == text.reply([5, 6], end, 2).tolist() == [5, 6]
@@ -51,7 +51,7 @@ def test_other_values_are_refused(wrong):
     _, text = made()
     with pytest.raises(TypeError, match="expected the prompt, a drawn turn, messages, a text or tokens"):
         text.context(wrong)
-    with pytest.raises(TypeError, match="expected a text, one message or tokens"):
+    with pytest.raises(TypeError, match="expected a text, messages or tokens"):
         text.reply(wrong, 5, 99)
     for tokens in ([-1], [text.vocabulary]):
         with pytest.raises(ValueError, match="got the token"):

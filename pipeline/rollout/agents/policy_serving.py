@@ -35,6 +35,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
+from pipeline.data.call_parsers import parser_for
 from pipeline.models.hugging_face import engine_overrides
 from pipeline.rollout.agents.conversation_tree import AgentTurn, ConversationTree, Message
 from pipeline.rollout.engine_client import DrawnTurn, EngineClient
@@ -91,7 +92,8 @@ class PolicyServing:
         )
         model_config = arguments.create_model_config()
         model_config.quantization = None  # no weights here
-        tool_parser, reasoning_parser = None, None
+        tool_parser = policy.generation.tool_parser or parser_for(chat_template or "")
+        reasoning_parser = policy.generation.reasoning_parser
         options: dict[str, Any] = {
             "request_logger": None,
             "chat_template": chat_template,

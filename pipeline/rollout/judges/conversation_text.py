@@ -50,14 +50,19 @@ class ConversationText:
         return self._tokens(context, "the prompt, a drawn turn, messages, a text or tokens")
 
     def reply(self, reply: Any, after: int, room: int) -> np.ndarray | None:
-        """Return the tokens, `[O]` int32, of a reply after a turn whose last token is `after`; None if `room` is too little."""
+        """Return the tokens, `[O]` int32, of a reply after a turn whose last token is `after`; None if `room` is too little.
+
+        reply: a text, a message, a list of messages, or tokens. The list may begin with the turn, as a message with its calls.
+        """
         if isinstance(reply, str):
             reply = {"role": "user", "content": reply}
-        if isinstance(reply, dict):
+        messages = [reply] if isinstance(reply, dict) else reply
+        if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
             if self._observations is None:
                 return np.zeros(0, np.int32)  # no further turn can be drawn
-            return self._observations.within(reply, after, room)
-        tokens = self._tokens(reply, "a text, one message or tokens")
+            turn = messages[0] if messages[0].get("tool_calls") else None
+            return self._observations.within(messages[1:] if turn else messages, after, room, turn)
+        tokens = self._tokens(reply, "a text, messages or tokens")
         return tokens if len(tokens) <= room else None
 
     def _tokens(self, value: Any, expected: str) -> np.ndarray:

@@ -54,6 +54,8 @@ class EnvironmentSettings:
     function: str = ""  # dotted path of the user's rollout function; "": the built-in rollout
     judge: ServedJudge | None = None  # the generative judge that the job serves
     policy: PolicyConfig | None = None  # of environments with agents
+    tool_parser: str | None = None  # see `CallParser`
+    reasoning_parser: str | None = None
 
     @classmethod
     def of(cls, recipe: Recipe, judge: ServedJudge | None = None) -> EnvironmentSettings:
@@ -61,8 +63,10 @@ class EnvironmentSettings:
         section: Any = config.section(recipe)  # of an algorithm that samples
         chat, steps = recipe.data.apply_chat_template, getattr(section, "max_num_steps", 0)  # an evaluation has no steps
         parts = recipe.env, recipe.policy.tokenizer, chat, section.max_rollout_turns, sys.path, steps
+        generation, function = recipe.policy.generation, config.rollout_function(recipe)
+        parsers = {"tool_parser": generation.tool_parser, "reasoning_parser": generation.reasoning_parser}
         policy = recipe.policy if config.agents(recipe.env) else None
-        return cls(*parts, function=config.rollout_function(recipe), judge=judge, policy=policy)
+        return cls(*parts, function=function, judge=judge, policy=policy, **parsers)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -77,6 +81,7 @@ class StepRequest:
     last: bool  # it is the policy's last turn
     room: int  # maximum number of tokens of an observation
     stop: str = ""  # the stop string that ends the tokens, see `Completion.stop`
+    thought: bool = False  # see `AnsweredTurn`
     step: int = 0  # see `RolloutWork.step`
 
 
@@ -133,6 +138,7 @@ class EnvStepper:
         self.environment, self._tokenizer, self._observations = environment, tokenizer, observations
         self._max_steps = max_steps
         self._states: dict[str, Any] = {}  # of the environment, for each open episode
+        self._options: dict[str, dict[str, Any]] = {}  # of the chat template, for each open episode
 
     def step(self, request: StepRequest, begin: Begin) -> StepOutcome:
         """Return the environment's answer to a turn. Raises the environment's errors and those of `checked_outcome`.
@@ -142,23 +148,29 @@ class EnvStepper:
         if request.prompt is not None:
             begin("reset")
             self._states[request.episode] = self.environment.reset(request.prompt)
+            self._options[request.episode] = request.prompt.task.get("template_options") or {}
         begin("decoding the answer")
         tokens = request.tokens.tolist()
         text = text_before_stop(self._tokenizer, tokens, request.stop)
         begin("step")
         state = self._states[request.episode]
-        outcome = judge_answer(self.environment, state, AnsweredTurn(text, tuple(tokens), request.step, self._max_steps))
+        answer = AnsweredTurn(text, tuple(tokens), request.thought, request.step, self._max_steps)
+        outcome = judge_answer(self.environment, state, answer)
         begin("its answer")
         checked = checked_outcome(outcome)
         if checked.over or request.last:
             return checked
         assert self._observations is not None and outcome.observation is not None  # it is neither over nor the last turn
-        observation = self._observations.within(outcome.observation, int(request.tokens[-1]), request.room)
+        variables = dict(self._options[request.episode])
+        tools = variables.pop("tools", None)
+        after = int(request.tokens[-1])
+        observation = self._observations.within(outcome.observation, after, request.room, outcome.turn, tools, variables)
         return replace(checked, over=False, observation=observation)
 
     def forget(self, episode: str) -> None:
         """Drop the environment's state of an episode that has ended."""
         self._states.pop(episode, None)
+        self._options.pop(episode, None)
 
 
 def checked_outcome(outcome: Outcome) -> StepOutcome:

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from pipeline.config.environments import reads_calls
+from pipeline.data.call_parsers import CallParser
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.environments import build_environments
@@ -87,6 +89,7 @@ class Parent:
         self._connection, self._settings = connection, settings
         self._tokenizer = load_tokenizer(settings.tokenizer)
         self._observations = Observations(self._tokenizer, settings.tokenizer, settings.chat) if settings.turns > 1 else None
+        self._calls = self._load_call_parser()
         self._function = load_function(settings.function) if settings.function else None
         self._serving = self._load_serving(settings.policy) if settings.policy else None
         linux.raise_open_files()  # each open session of an interpreter uses four
@@ -96,7 +99,7 @@ class Parent:
             if name in settings.apart:
                 continue
             threads = len(os.listdir("/proc/self/task"))  # also those of libraries, such as OpenMP's or CUDA's
-            self.built |= build_environments.build(settings.env, [name], settings.judge)
+            self.built |= build_environments.build(settings.env, [name], settings.judge, self._calls)
             if len(os.listdir("/proc/self/task")) > threads:
                 self.threaded[name] = self.built[name].workers
         self._by_pid: dict[int, tuple[JudgeGroup, ForkedJudge]] = {}
@@ -108,6 +111,13 @@ class Parent:
 
         template = self._tokenizer.chat_template
         return PolicyServing(policy, template if isinstance(template, str) else None, self._observations)
+
+    def _load_call_parser(self) -> CallParser | None:
+        """Return the parser of tool calls, loaded once for all judges; None if no environment needs it."""
+        settings = self._settings
+        if not reads_calls(settings.env):
+            return None
+        return CallParser(self._tokenizer, settings.tokenizer, settings.chat, settings.tool_parser, settings.reasoning_parser)
 
     async def serve(self) -> None:
         """Serve the rank until it closes the environments."""
@@ -200,7 +210,8 @@ class Parent:
             os._exit(status)
 
     def _stepper(self, group: JudgeGroup) -> EnvStepper | FunctionStepper:
-        built = {} if group.environment else build_environments.build(self._settings.env, [group.name], self._settings.judge)
+        parts = self._settings.env, [group.name], self._settings.judge, self._calls
+        built = {} if group.environment else build_environments.build(*parts)
         environment = group.environment or built[group.name]
         function = self._function
         if isinstance(environment, AgentEnvironment):
