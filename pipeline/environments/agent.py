@@ -159,7 +159,7 @@ class Agent(AgentEnvironment):
         task_file.write_text(json.dumps(task, default=str))
         home = {"HOME": str(folder), "TMPDIR": str(folder), "HETSTEP_TASK_FILE": str(task_file)}
         path = {"PATH": _path(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        output = _Output(self._arguments.output_bytes)
+        output = _Printed(self._arguments.output_bytes)
         with open(task_file, "rb") as stdin:
             program = subprocess.Popen(
                 command,
@@ -172,7 +172,7 @@ class Agent(AgentEnvironment):
                 preexec_fn=linux.die_with_parent,
             )
         assert program.stdout and program.stderr
-        reading = asyncio.gather(output.read(program.stdout, output.printed), output.read(program.stderr, output.errors))
+        reading = asyncio.gather(output.read(program.stdout, output.stdout), output.read(program.stderr, output.stderr))
         ended = asyncio.ensure_future(_ended(program.pid))
         try:
             await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -187,14 +187,14 @@ class Agent(AgentEnvironment):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)
             status = program.wait()
-        return status, output.printed.decode(errors="replace"), output.errors.decode(errors="replace")
+        return status, output.stdout.decode(errors="replace"), output.stderr.decode(errors="replace")
 
 
-class _Output:
+class _Printed:
     """What a program prints, up to a number of bytes."""
 
     def __init__(self, most: int) -> None:
-        self.printed, self.errors, self._most = bytearray(), bytearray(), most
+        self.stdout, self.stderr, self._most = bytearray(), bytearray(), most
 
     async def read(self, pipe: IO[bytes], into: bytearray) -> None:
         """Read a pipe to its end. Raises RuntimeError if the program prints too much."""
@@ -204,7 +204,7 @@ class _Output:
         try:
             while chunk := await reader.read(CHUNK):
                 into += chunk
-                if len(self.printed) + len(self.errors) > self._most:
+                if len(self.stdout) + len(self.stderr) > self._most:
                     raise RuntimeError(f"the agent printed more than {self._most} bytes (output_bytes)")
         finally:
             transport.close()

@@ -80,7 +80,10 @@ def function_schema(name: str, tool: Tool | type[Tool]) -> dict[str, Any]:
 
 
 def check_arguments(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
-    """Raise MalformedCall if the arguments of a call do not fit a tool's JSON schema. Types within lists and objects may differ."""
+    """Raise MalformedCall if the arguments of a call do not fit a tool's JSON schema.
+
+    Types within lists and objects may differ.
+    """
     parameters = schema["function"].get("parameters", {})
     properties = parameters.get("properties", {})
     missing = [name for name in parameters.get("required", ()) if name not in arguments]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -82,9 +83,9 @@ class AgentBench:
             [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
         )
 
-    def play(self, count: int = 2, samples: int = 2, most: int = 8, first: int = 0) -> list[tuple[Prompt, Rollout]]:
+    def play(self, numbers: Sequence[int] = (0, 1), samples: int = 2, most: int = 8) -> list[tuple[Prompt, Rollout]]:
         """Return the prompts and rollouts of a work."""
-        texts = [f"{i}+{i + 1}" for i in range(first, first + count)]
+        texts = [f"{number}+{number + 1}" for number in numbers]
         prompts = [
             Prompt(i, np.array(self._encode(text), np.int32), "told", {"messages": [{"role": "user", "content": text}]})
             for i, text in enumerate(texts)
@@ -174,31 +175,34 @@ def check_gradients(folder: Path, policy: PolicyConfig, played: list, samples: l
     assert worst < 1e-5
 
 
+EXPECTED = {
+    "hangs": "the function took more than 6 s",
+    "endless": "the agent took more than 12 s|ended with status 1: .*410",
+    "crashes": "the agent ended with status -6",
+    "floods": "the agent printed more than 1048576 bytes",
+    "silent": "the last line: got",
+}
+"""Behaviour -> how it breaks its episode. The others break none."""
+
+
 def misbehave(folder: Path) -> None:
     """An agent that hangs, crashes, floods, never ends, attacks other endpoints or leaves processes costs its own episode."""
     command = [sys.executable, *AGENT]
-    limits = {"limit_s": 6.0, "episode_s": 12.0}
-    bench = AgentBench(folder, "agent", command=command, **limits)
-    played = {name: [] for name in agent_programs.BEHAVIOURS[:-1]}
-    for prompt, rollout in bench.play(count=len(played), samples=2):
-        played[agent_programs.BEHAVIOURS[prompt.index]].append(rollout)
-    expected = {
-        "hangs": "the function took more than 6 s",
-        "crashes": "the agent ended with status -6",
-        "floods": "the agent printed more than 1048576 bytes",
-        "endless": "the agent took more than 12 s|ended with status 1: .*410",
-        "silent": "the last line: got",
-    }
-    for name, rollouts in played.items():
-        for rollout in rollouts:
+    endless, others = ("hangs", "endless"), ("good", "crashes", "floods", "guesses", "leaves", "silent")
+    for behaviours, limits in ((endless, {"limit_s": 6.0, "episode_s": 12.0}), (others, {"limit_s": 200.0})):
+        bench = AgentBench(folder, "agent", command=command, **limits)
+        played = bench.play(numbers=[agent_programs.BEHAVIOURS.index(name) for name in behaviours], samples=2)
+        assert len(played) == 2 * len(behaviours)
+        for prompt, rollout in played:
+            name = behaviours[prompt.index]
             assert not rollout.failure and rollout.drawn_tokens, (name, rollout)
-            if name in expected:
-                assert re.search(expected[name], rollout.broke) and rollout.reward == 0, (name, rollout.broke)
+            if name in EXPECTED:
+                assert re.search(EXPECTED[name], rollout.broke) and rollout.reward == 0, (name, rollout.broke)
             else:
                 assert rollout.reward == 1 and not rollout.broke, (name, rollout.broke)
-    bench.pool.close()
-    left = [line for line in os.popen("ps -eo pid,args").read().splitlines() if "sleep 98765" in line or command[2] in line]
-    assert not [line for line in left if "scen" not in line], left
+        bench.pool.close()
+    running = os.popen("ps -eo args").read().splitlines()
+    assert not [line for line in running if line == "sleep 98765" or AGENT[1] in line]
 
 
 def many(folder: Path) -> None:
@@ -230,7 +234,7 @@ def many(folder: Path) -> None:
     done, started = threading.Event(), time.monotonic()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    played = bench.play(count=1, samples=256, first=agent_programs.BEHAVIOURS.index("sleeps"))
+    played = bench.play([agent_programs.BEHAVIOURS.index("sleeps")], samples=256)
     done.set()
     watcher.join()
     print(f"256 agents in {time.monotonic() - started:.0f} s; at once {most['agents']}; MiB {most}")

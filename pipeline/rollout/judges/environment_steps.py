@@ -64,7 +64,7 @@ class EnvironmentSettings:
         chat, steps = recipe.data.apply_chat_template, getattr(section, "max_num_steps", 0)  # an evaluation has no steps
         parts = recipe.env, recipe.policy.tokenizer, chat, section.max_rollout_turns, sys.path, steps
         generation, function = recipe.policy.generation, config.rollout_function(recipe)
-        parsers = {"tool_parser": generation.tool_parser, "reasoning_parser": generation.reasoning_parser}
+        parsers: Any = {"tool_parser": generation.tool_parser, "reasoning_parser": generation.reasoning_parser}
         policy = recipe.policy if config.agents(recipe.env) else None
         return cls(*parts, function=function, judge=judge, policy=policy, **parsers)
 
