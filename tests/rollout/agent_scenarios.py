@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -189,7 +190,8 @@ def misbehave(folder: Path) -> None:
     """An agent that hangs, crashes, floods, never ends, attacks other endpoints or leaves processes costs its own episode."""
     command = [sys.executable, *AGENT]
     endless, others = ("hangs", "endless"), ("good", "crashes", "floods", "guesses", "leaves", "silent")
-    for behaviours, limits in ((endless, {"limit_s": 6.0, "episode_s": 12.0}), (others, {"limit_s": 200.0})):
+    cases: Any = (endless, {"limit_s": 6.0, "episode_s": 12.0}), (others, {"limit_s": 200.0})
+    for behaviours, limits in cases:
         bench = AgentBench(folder, "agent", command=command, **limits)
         played = bench.play(numbers=[agent_programs.BEHAVIOURS.index(name) for name in behaviours], samples=2)
         assert len(played) == 2 * len(behaviours)
