@@ -3,20 +3,23 @@
     rewards        scaled and shaped: `scaled_rewards`, `shaped_rewards`                                        NeMo-RL, DAPO
     by prompt      `group_advantages`, `sequence_advantages`                                  GRPO, RLOO, Dr. GRPO, REINFORCE++
 
-several_rewards.py has the advantages of several rewards, and token_advantages.py those of tokens, which train ranks compute.
+several_rewards.py has the advantages of several rewards, turn_credit.py those of single turns, and token_advantages.py those of
+tokens, which train ranks compute.
 
-Not supported: process supervision (rewards for parts of an answer), Dr. GRPO's constant divisor.
+Not supported: rewards for parts of a turn, Dr. GRPO's constant divisor.
 Dr. GRPO divides a step's sum of losses by the longest possible answer times the number of sequences. Our losses divide by the
 number of counted tokens, so the gradient has the same direction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 
 import numpy as np
 
 from pipeline.algorithms.sections import RewardedConfig, RewardScalingConfig, RewardShapingConfig
+from pipeline.algorithms.turn_credit import penalties
 from pipeline.types import NO_EXPERT, Prompt, Rollout, RolloutGroup, Sample
 
 ROUNDING = 1e-5  # relative; float32 rewards of one answer in different batches differ by less
@@ -46,16 +49,15 @@ def shaped_rewards(group: RolloutGroup, config: RewardedConfig) -> np.ndarray:
     """Return the scaled and shaped rewards: `[G]` float64.
 
     Shaping adds DAPO's penalty for long answers. If stop_properly_penalty_coef is set, shaping instead multiplies the rewards
-    of truncated answers by it.
+    of truncated answers by it. Each truncated or malformed turn costs its penalty.
     """
     rewards, shaping = scaled_rewards(group, config.reward_scaling), config.reward_shaping
-    if not shaping.enabled:
-        return rewards
-    if shaping.stop_properly_penalty_coef is not None:
-        return np.where(
-            [is_truncated(rollout) for rollout in group.rollouts], rewards * shaping.stop_properly_penalty_coef, rewards
-        )
-    return rewards + soft_overlong_penalty(np.array([rollout.drawn_tokens for rollout in group.rollouts]), shaping)
+    if shaping.enabled and shaping.stop_properly_penalty_coef is not None:
+        truncated = [is_truncated(rollout) for rollout in group.rollouts]
+        rewards = np.where(truncated, rewards * shaping.stop_properly_penalty_coef, rewards)
+    elif shaping.enabled:
+        rewards = rewards + soft_overlong_penalty(np.array([rollout.drawn_tokens for rollout in group.rollouts]), shaping)
+    return rewards - np.array([math.fsum(penalties(rollout, config)) for rollout in group.rollouts], np.float64)
 
 
 def soft_overlong_penalty(lengths: np.ndarray, config: RewardShapingConfig) -> np.ndarray:
@@ -97,18 +99,18 @@ def select_groups(groups: list[RolloutGroup], config: RewardedConfig) -> list[Ro
 def make_sample(
     prompt: Prompt,
     rollout: Rollout,
-    advantage: float | Sequence[float],
+    advantage: float | np.ndarray,
     reward: float,
-    counts: bool | Sequence[bool] = True,
+    counts: bool | np.ndarray = True,
 ) -> Sample:
     """Return a prompt and its rollout's turns as one sequence. The loss counts the policy's tokens, with `advantage`.
 
-    advantage: of all turns, or one per entry of `rollout.turns`. counts: whether the loss counts the sequence, or each turn. It
-    never counts failed episodes.
+    advantage: of all turns, or of each entry of `rollout.turns`, `[N]`. counts: whether the loss counts the sequence, or each
+    entry, `[N]`. It never counts failed episodes.
     """
     at = len(prompt.tokens)
-    of_turn = np.broadcast_to(np.asarray(advantage, np.float64), len(rollout.turns))
-    learned = np.broadcast_to(np.asarray(counts, np.bool_), len(rollout.turns)) & (not rollout.failure)
+    of_turns = np.broadcast_to(advantage, len(rollout.turns))
+    learned = np.broadcast_to(counts, len(rollout.turns)) & (not rollout.failure)
     length = at + sum(len(turn.completion.tokens) + len(turn.observation) for turn in rollout.turns)
     tokens, mask = np.empty(length, np.int32), np.zeros(length, np.bool_)
     logprobs, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
@@ -118,7 +120,7 @@ def make_sample(
         span = slice(at, at + len(sampled))
         tokens[span] = sampled
         if learned[place]:
-            mask[span], logprobs[span], advantages[span] = True, turn.completion.logprobs, of_turn[place]
+            mask[span], logprobs[span], advantages[span] = True, turn.completion.logprobs, of_turns[place]
         at += len(sampled) + len(observed)
         tokens[at - len(observed) : at] = observed
     experts = _experts(rollout, len(prompt.tokens))
