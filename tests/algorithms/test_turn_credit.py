@@ -159,6 +159,7 @@ def test_masked_turns_count_for_nothing_but_the_baseline(credit):
     plain = credited(credit=credit).compute_advantages([flawed()])
     keys = {"mask_malformed_turns": True, "mask_truncated_turns": True}
     found = credited(credit=credit, **keys).compute_advantages([flawed()])
+    assert len(found) == 3
     for number, (one, other) in enumerate(zip(plain, found, strict=True)):
         left_out = np.isin(np.arange(len(one.tokens)), [2, 3] if number < 2 else [])
         assert other.loss_mask.tolist() == (one.loss_mask & ~left_out).tolist()
