@@ -11,10 +11,11 @@ import torch
 from pipeline import config
 from pipeline.algorithms.advantages import GROUP_EPSILON
 from pipeline.algorithms.sections import GAEConfig, RewardShapingConfig
+from pipeline.algorithms.token_advantages import estimate_gae
 from pipeline.algorithms.turn_credit import turn_rewards
 from pipeline.config import AdvantageConfig, LossConfig, PPOConfig
 from pipeline.data.packing import pack
-from pipeline.types import RolloutGroup
+from pipeline.types import NOTHING_SAID, RolloutGroup
 from tests.algorithms import reference
 from tests.algorithms.groups import group_of, group_of_turns
 from tests.algorithms.made import grpo, made
@@ -106,18 +107,21 @@ def test_reinforce_plus_plus_without_a_baseline_has_the_returns_themselves():
     assert of_turns(algorithm, AGENTS) == [0.75, 1.0, 1.0, 0.25, 0.0, 0.0]
 
 
-def test_thoughts_belong_to_the_answer_after_them():
-    group = group_of_turns(AGENTS)
-    thoughtful = []
-    for rollout in group.rollouts:
+def thoughtful() -> RolloutGroup:
+    """Return AGENTS with thoughts before each answer; the answer of the last episode could not begin after its thoughts."""
+    rollouts = []
+    for rollout in group_of_turns(AGENTS).rollouts:
         thoughts = [replace(turn, reward=0.0, thinking=True) for turn in rollout.turns]
-        thoughtful.append(replace(rollout, turns=tuple(itertools.chain(*zip(thoughts, rollout.turns, strict=True)))))
-    unanswered = replace(thoughtful[2].turns[1], thinking=True)  # its answer could not begin
-    thoughtful[2] = replace(thoughtful[2], turns=(unanswered,))
+        rollouts.append(replace(rollout, turns=tuple(itertools.chain(*zip(thoughts, rollout.turns, strict=True)))))
+    unanswered = (replace(rollouts[2].turns[1], thinking=True),)
+    return replace(group_of_turns(AGENTS), rollouts=(*rollouts[:2], replace(rollouts[2], turns=unanswered)))
+
+
+def test_thoughts_belong_to_the_answer_after_them():
     algorithm, sums = credited(), np.array([1.75, 0.25, 0.0])
-    episodes = algorithm.advantages(group, sums)
-    plain = [of.tolist() for of in algorithm.turn_advantages(group, sums, episodes)]
-    found = [of.tolist() for of in algorithm.turn_advantages(replace(group, rollouts=tuple(thoughtful)), sums, episodes)]
+    episodes = algorithm.advantages(thoughtful(), sums)
+    plain = [of.tolist() for of in algorithm.turn_advantages(group_of_turns(AGENTS), sums, episodes)]
+    found = [of.tolist() for of in algorithm.turn_advantages(thoughtful(), sums, episodes)]
     assert found == [np.repeat(plain[0], 2).tolist(), np.repeat(plain[1], 2).tolist(), plain[2]]
 
 
@@ -130,7 +134,8 @@ def test_episodes_without_rewards_of_turns_have_theirs_in_the_last_turn():
 
 def test_a_failed_episode_has_no_influence_on_any_turn():
     group = group_of_turns([*AGENTS, [5.0, 5.0, 5.0]])
-    failed = replace(group, rollouts=(*group.rollouts[:3], replace(group.rollouts[3], failure="it hung", reward=0.0)))
+    hung, silent = (replace(group.rollouts[3], failure=why, reward=0.0) for why in ("it hung", NOTHING_SAID))
+    failed = replace(group, rollouts=(*group.rollouts[:3], hung, replace(silent, turns=())))
     one, other = (credited().compute_advantages([of]) for of in (group_of_turns(AGENTS), failed))
     assert [sample.advantages.tolist() for sample in one] == [sample.advantages.tolist() for sample in other[:3]]
     assert not other[3].loss_mask.any() and not other[3].advantages.any()
@@ -209,6 +214,31 @@ def test_a_critic_learns_that_rewards_arrive_with_their_turns():
     assert found == [[0, 0, 1.75, 1.75, 0, 1.5, 1.5, 0, 1, 1], [0, 0, 0.25, 0.25, 0, 0, 0], [0, 0, 0, 0]]
     assert returns_of(critic(0.5, credit="turn"), group_of_turns([[1.0, 4.0]])) == [[0, 0, 1.0, 2.0, 0, 2.0, 4.0]]
     assert returns_of(critic(credit="episode"), group_of_turns(AGENTS))[0] == [0, 0, 1.75, 1.75, 0, 1.75, 1.75, 0, 1.75, 1.75]
+
+
+def test_a_critics_rewards_have_penalties_and_follow_thoughts():
+    penalized = critic(credit="turn", malformed_turn_penalty=0.25, truncated_turn_penalty=0.5)
+    assert [of[2] for of in returns_of(penalized, flawed())] == [1.5, -0.25, 0.0]
+    lost = replace(
+        thoughtful(), rollouts=tuple(replace(rollout, reward=rollout.reward - 1) for rollout in thoughtful().rollouts)
+    )
+    first, _, unanswered = returns_of(critic(credit="turn"), lost)
+    assert first == [0, 0, 0.75, 0.75, 0, 0.75, 0.75, 0, 0.5, 0.5, 0, 0.5, 0.5, 0, 0, 0, 0, 0] and unanswered == [0, 0, -1, -1]
+
+
+def test_the_kl_penalty_adds_to_rewards_of_turns():
+    loss = LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1")
+    batch = pack(critic(credit="turn").compute_advantages([group_of_turns(AGENTS)]), "cpu")
+    draw = torch.Generator().manual_seed(0)
+    fields = {
+        name: torch.randn(len(batch.tokens), generator=draw) for name in ("old_values", "old_logprobs", "reference_logprobs")
+    }
+    batch = replace(batch, **fields)
+    one = replace(batch, old_values=torch.zeros_like(batch.old_values), advantages=torch.zeros_like(batch.advantages))
+    (whole, _), (found, _) = (estimate_gae(batch, GAEConfig(), of, True) for of in (loss, LossConfig()))
+    kl, _ = estimate_gae(one, GAEConfig(), loss, True)
+    torch.testing.assert_close(whole, found + kl)
+    assert kl.abs().max() > 0.1
 
 
 def test_a_masked_turns_reward_arrives_with_the_token_before_it():
