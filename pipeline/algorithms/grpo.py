@@ -73,8 +73,8 @@ class GRPOConfig(RewardedConfig):
     turn_discount: Annotated[Float, Field(ge=0, le=1)] = 1.0
     """credit=turn: discount factor gamma of the rewards of later turns. GiGPO: 0.95."""
     invalid_tool_call_advantage: Float | None = None
-    """Advantage of turns whose tool call the environment cannot use, whatever their reward. NeMo-RL's recipes: -5. null: as of
-    other turns."""
+    """Advantage of turns that the environment cannot use, as with a malformed tool call, whatever their reward. NeMo-RL's
+    recipes: -5. null: as of other turns."""
     async_grpo: AsyncConfig = field(default_factory=AsyncConfig)
 
 

@@ -80,10 +80,12 @@ def turn_rewards(rollout: Rollout, reward: float, config: RewardedConfig | None 
 
     config: gives the penalties of turns; None: no turn has any. What else shaping has changed in `reward` is the last turn's.
     """
-    earlier = np.array([turn.reward for turn in rollout.judged_turns][:-1], np.float64)
+    if not rollout.turns:
+        return np.zeros(0)
+    earlier = np.array([turn.reward for turn in rollout.judged_turns[:-1]], np.float64)
     if config is not None:
-        earlier -= penalties(rollout, config)[: len(earlier)]
-    return np.array([*earlier, reward - math.fsum(earlier)][: rollout.answers], np.float64)
+        earlier -= penalties(rollout, config)[:-1]
+    return np.array([*earlier, reward - math.fsum(earlier)], np.float64)
 
 
 def returns_to_go(rewards: np.ndarray, discount: float) -> np.ndarray:

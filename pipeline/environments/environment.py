@@ -46,7 +46,7 @@ class Outcome:
     observation: dict[str, str] | None = None  # reply to the policy: {"role", "content"}; None: the episode ends
     extracted: str = ""  # the text's answer in a normal form, the same for equal answers; "": none
     notes: dict[str, str] = field(default_factory=dict)  # texts that the run's rollouts show beside the answer
-    malformed: bool = False  # the turn calls a tool in a form that cannot be used; keys can mask or penalize such turns
+    malformed: bool = False  # the turn cannot be used, as with a malformed tool call; the loss can mask or penalize it
 
 
 @dataclass(frozen=True, slots=True)
