@@ -16,7 +16,9 @@ equally many turns: MT-GRPO (https://arxiv.org/abs/2505.11821) normalizes each t
 them up; process supervision of the GRPO paper (https://arxiv.org/abs/2402.03300 sec. 4.1.3) normalizes all rewards of a group
 alike and adds up those that follow, so that the sum depends on the number of turns that are left.
 
-With a critic (PPO) a turn's reward arrives with the turn's last token, as in MT-PPO (https://arxiv.org/abs/2505.11821).
+With a critic (PPO) a turn's reward arrives with the turn's last token, as in MT-PPO (https://arxiv.org/abs/2505.11821). Not
+supported: a second discount over turns (bi-level GAE, https://arxiv.org/abs/2504.20073), one value for each turn (Turn-PPO,
+https://arxiv.org/abs/2512.17008), turns grouped by the environment's state.
 
 A turn of thoughts belongs to the answer after it: both are one turn here.
 """
