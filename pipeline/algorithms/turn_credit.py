@@ -4,17 +4,17 @@
     A_ik = the advantage of G_ik among the G_jk of the group's episodes j that have a turn k                  eq. 7
 
 The advantage is that of the algorithm's estimator: with or without the turn itself in the mean, and divided by the deviation
-or not. Any mean over other episodes is a baseline that keeps the policy's gradient unbiased, and episodes of a group begin with
-the same prompt. GiGPO (https://arxiv.org/abs/2505.10978) compares turns that begin in the same state of the environment, which
-only the environment knows; we compare turns of the same number. A turn that no other episode reaches has nothing to compare
-with and gets the advantage of its episode, to which GiGPO degrades too. GiGPO adds the advantage of the episode to that of each
-turn (eq. 8); we do not, so that no turn is credited with rewards that came before it. GiGPO has gamma = 0.95. GTPO
-(https://arxiv.org/abs/2511.14846) has normalized discounted returns of turns as advantages too.
+or not. GiGPO (https://arxiv.org/abs/2505.10978) compares turns that begin in the same state of the environment, which only the
+environment knows; we compare turns of the same number. Both are baselines that keep the policy's gradient unbiased if the turn
+itself is left out. A turn that no other episode reaches has nothing to compare with. It gets the advantage of its episode, to
+which GiGPO degrades too. GiGPO adds the advantage of the episode to that of each turn (eq. 8). We do not, so that turns are not
+credited with rewards before them. GiGPO has gamma = 0.95. GTPO (https://arxiv.org/abs/2511.14846) has normalized discounted
+returns of turns as advantages, too.
 
-Episodes of one turn have the advantages of `credit: episode`, to the last bit. Other definitions fail that, or need episodes of
-equally many turns: MT-GRPO (https://arxiv.org/abs/2505.11821) normalizes each turn's own reward and the last reward and adds
-them up; process supervision of the GRPO paper (https://arxiv.org/abs/2402.03300 sec. 4.1.3) normalizes all rewards of a group
-alike and adds up those that follow, so that the sum depends on the number of turns that are left.
+Episodes of one turn have the advantages of `credit: episode`, to the last bit. Other definitions suit episodes of equally many
+turns: MT-GRPO (https://arxiv.org/abs/2505.11821) normalizes each turn's own reward and the last reward, and adds them up;
+process supervision of the GRPO paper (https://arxiv.org/abs/2402.03300 sec. 4.1.3) normalizes all rewards of a group alike and
+adds up those that follow, so that the sum depends on the number of turns that are left.
 
 With a critic (PPO) a turn's reward arrives with the turn's last token, as in MT-PPO (https://arxiv.org/abs/2505.11821). Not
 supported: a second discount over turns (bi-level GAE, https://arxiv.org/abs/2504.20073), one value for each turn (Turn-PPO,

@@ -22,17 +22,15 @@ def group_of(rewards: Sequence[float], lengths: Sequence[int] | None = None, cut
     return RolloutGroup(Prompt(0, np.array([5, 6], np.int32), "math", {}), tuple(rollouts))
 
 
-def group_of_turns(rewards: Sequence[Sequence[float]]) -> RolloutGroup:
+def group_of_turns(rewards: Sequence[Sequence[float]], malformed: Sequence[Sequence[int]] | None = None) -> RolloutGroup:
     """Return episodes whose turns have these rewards. A turn has two tokens, and each but the last an observation of one."""
-    rollouts = []
-    for of_turns in rewards:
-        turns = [replace(turn, observation=np.array([9], np.int32)) for turn in _turns_of(of_turns)]
-        rollouts.append(Rollout((*turns[:-1], *_turns_of(of_turns[-1:])), sum(of_turns)))
+    flags, rollouts = malformed or [[0] * len(of_turns) for of_turns in rewards], []
+    for of_turns, flawed in zip(rewards, flags, strict=True):
+        pairs = zip(of_turns, flawed, strict=True)
+        turns = [replace(group_of([0.0]).rollouts[0].turns[0], reward=reward, malformed=bool(flaw)) for reward, flaw in pairs]
+        told = [replace(turn, observation=np.array([9], np.int32)) for turn in turns[:-1]]
+        rollouts.append(Rollout((*told, *turns[-1:]), sum(of_turns)))
     return replace(group_of([0.0]), rollouts=tuple(rollouts))
-
-
-def _turns_of(rewards: Sequence[float]) -> list[Turn]:
-    return [replace(group_of([0.0]).rollouts[0].turns[0], reward=reward) for reward in rewards]
 
 
 def group_of_several(rewards: Sequence[dict[str, float]], environment: str = "math") -> RolloutGroup:

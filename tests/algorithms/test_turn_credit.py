@@ -146,17 +146,10 @@ def test_a_failed_episode_has_no_influence_on_any_turn():
 
 def flawed() -> RolloutGroup:
     """Return AGENTS with a malformed first turn of the first episode and a truncated first turn of the second."""
-    group = group_of_turns(AGENTS)
+    group = group_of_turns(AGENTS, [[1, 0, 0], [0, 0], [0]])
     first, second, third = group.rollouts
     cut = replace(second.turns[0], completion=replace(second.turns[0].completion, finish="length"))
-    return replace(
-        group,
-        rollouts=(
-            replace(first, turns=(replace(first.turns[0], malformed=True), *first.turns[1:])),
-            replace(second, turns=(cut, second.turns[1])),
-            third,
-        ),
-    )
+    return replace(group, rollouts=(first, replace(second, turns=(cut, second.turns[1])), third))
 
 
 @pytest.mark.parametrize("credit", ["episode", "turn"])
@@ -245,10 +238,7 @@ def test_a_masked_turns_reward_arrives_with_the_token_before_it():
     masked = critic(credit="turn", mask_truncated_turns=True, mask_malformed_turns=True)
     first, second, _ = returns_of(masked, flawed())
     assert first == [0, 0, 0, 0, 0, 1.5, 1.5, 0, 1, 1] and second == [0, 0, 0, 0, 0, 0, 0]  # nothing is before a first turn
-    group = group_of_turns([[0.25, 0.5, 1.0]])
-    turns = list(group.rollouts[0].turns)
-    turns[1] = replace(turns[1], malformed=True)
-    (found,) = returns_of(masked, replace(group, rollouts=(replace(group.rollouts[0], turns=tuple(turns)),)))
+    (found,) = returns_of(masked, group_of_turns([[0.25, 0.5, 1.0]], [[0, 1, 0]]))
     assert found == [0, 0, 1.75, 1.75, 0, 0, 0, 0, 1, 1]
 
 

@@ -251,6 +251,18 @@ def turn_advantages(golden: Golden) -> Found:
     return found
 
 
+def tool_calls(golden: Golden) -> Found:
+    """Compute the advantages of the policy's tokens where turns are malformed.
+
+    NeMo-RL: `_apply_message_level_advantage_penalties` with `advantages` of sequences. A sequence has a prompt of two tokens,
+    turns of two, and a tool's message of one between two turns. `malformed` is `is_invalid_tool_call` of each turn.
+    """
+    group = group_of_turns(golden.inputs["turns"], golden.inputs["malformed"])
+    rewards, of_episodes = np.array([rollout.reward for rollout in group.rollouts]), np.array(golden.inputs["advantages"])
+    of_turns = made(GRPOConfig(**golden.arguments)).turn_advantages(group, rewards, of_episodes)
+    return {"values": torch.from_numpy(np.concatenate(list(of_turns)).repeat(2))}
+
+
 def gdpo(golden: Golden) -> Found:
     """Compute GDPO's advantages of a step.
 
@@ -455,6 +467,7 @@ OURS: dict[str, Callable[[Golden], Found]] = {
     "returns": returns,
     "rewards": rewards,
     "sft": sft,
+    "tool_calls": tool_calls,
     "turn_advantages": turn_advantages,
     "turn_estimates": estimates,
     "uld": uld,
