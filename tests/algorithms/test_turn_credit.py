@@ -212,7 +212,8 @@ def test_a_critic_learns_that_rewards_arrive_with_their_turns():
 
 def test_a_critics_rewards_have_penalties_and_follow_thoughts():
     penalized = critic(credit="turn", malformed_turn_penalty=0.25, truncated_turn_penalty=0.5)
-    assert [of[2] for of in returns_of(penalized, flawed())] == [1.5, -0.25, 0.0]
+    first, second, _ = returns_of(penalized, flawed())
+    assert first == [0, 0, 1.5, 1.5, 0, 1.5, 1.5, 0, 1, 1] and second == [0, 0, -0.25, -0.25, 0, 0, 0]
     lost = replace(
         thoughtful(), rollouts=tuple(replace(rollout, reward=rollout.reward - 1) for rollout in thoughtful().rollouts)
     )
