@@ -222,6 +222,11 @@ class Rollout:
         return sum(not turn.thinking for turn in self.turns[:-1]) + bool(self.turns) + others
 
     @property
+    def judged_turns(self) -> tuple[Turn, ...]:
+        """The turns without those of thoughts before an answer."""
+        return (*(turn for turn in self.turns[:-1] if not turn.thinking), *self.turns[-1:])
+
+    @property
     def spans(self) -> tuple[VersionSpan, ...]:
         """The spans of the drawn tokens of all conversations, in order."""
         return tuple(span for turn in self.all_turns for span in turn.completion.spans)

@@ -170,7 +170,8 @@ def told(said, observation):
 
 def test_episode_metrics_equal_hand_computed_ones():
     """The means are over the two judged episodes; values of the other two are ignored."""
-    episode = Rollout((told([1, 2, 3], [9] * 50), told([4], [])), 1.0, {"accuracy": 1.0})
+    flawed = replace(told([1, 2, 3], [9] * 50), malformed=True)
+    episode = Rollout((flawed, told([4], [])), 1.0, {"accuracy": 1.0})
     single = Rollout((told([1, 2], []),), 0.0, {"accuracy": 0.0})
     failed = Rollout((told([1] * 9, [9]), told([1], [9]), told([1], [])), 7.0, {"accuracy": 7.0}, failure="it hung")
     values = rollout_metrics(
@@ -185,6 +186,8 @@ def test_episode_metrics_equal_hand_computed_ones():
         "train/truncated": 0.0,
         "train/turns": 1.5,
         "train/turns_max": 2.0,
+        "train/malformed_turns": 1 / 3,
+        "train/truncated_turns": 0.0,
         "train/env_failures": 1.0,
     }
     broke = Rollout((told([1], []),), 0.0, broke="step raised KeyError")

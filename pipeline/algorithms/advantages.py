@@ -3,21 +3,24 @@
     rewards        scaled and shaped: `scaled_rewards`, `shaped_rewards`                                        NeMo-RL, DAPO
     by prompt      `group_advantages`, `sequence_advantages`                                  GRPO, RLOO, Dr. GRPO, REINFORCE++
 
-several_rewards.py has the advantages of several rewards, and token_advantages.py those of tokens, which train ranks compute.
+several_rewards.py has the advantages of several rewards, turn_credit.py those of single turns, and token_advantages.py those of
+tokens, which train ranks compute.
 
-Not supported: process supervision (rewards for parts of an answer), Dr. GRPO's constant divisor.
+Not supported: rewards for parts of a turn, Dr. GRPO's constant divisor.
 Dr. GRPO divides a step's sum of losses by the longest possible answer times the number of sequences. Our losses divide by the
 number of counted tokens, so the gradient has the same direction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from pipeline.algorithms.sections import RewardedConfig, RewardScalingConfig, RewardShapingConfig
+from pipeline.algorithms.turn_credit import penalties
 from pipeline.types import NO_EXPERT, Branch, Prompt, Rollout, RolloutGroup, Sample
 
 ROUNDING = 1e-5  # relative; float32 rewards of one answer in different batches differ by less
@@ -47,16 +50,15 @@ def shaped_rewards(group: RolloutGroup, config: RewardedConfig) -> np.ndarray:
     """Return the scaled and shaped rewards: `[G]` float64.
 
     Shaping adds DAPO's penalty for long answers. If stop_properly_penalty_coef is set, shaping instead multiplies the rewards
-    of truncated answers by it.
+    of truncated answers by it. Each truncated or malformed turn costs its penalty.
     """
     rewards, shaping = scaled_rewards(group, config.reward_scaling), config.reward_shaping
-    if not shaping.enabled:
-        return rewards
-    if shaping.stop_properly_penalty_coef is not None:
-        return np.where(
-            [is_truncated(rollout) for rollout in group.rollouts], rewards * shaping.stop_properly_penalty_coef, rewards
-        )
-    return rewards + soft_overlong_penalty(np.array([rollout.drawn_tokens for rollout in group.rollouts]), shaping)
+    if shaping.enabled and shaping.stop_properly_penalty_coef is not None:
+        truncated = [is_truncated(rollout) for rollout in group.rollouts]
+        rewards = np.where(truncated, rewards * shaping.stop_properly_penalty_coef, rewards)
+    elif shaping.enabled:
+        rewards = rewards + soft_overlong_penalty(np.array([rollout.drawn_tokens for rollout in group.rollouts]), shaping)
+    return rewards - np.array([math.fsum(penalties(rollout, config)) for rollout in group.rollouts], np.float64)
 
 
 def soft_overlong_penalty(lengths: np.ndarray, config: RewardShapingConfig) -> np.ndarray:
@@ -98,28 +100,33 @@ def select_groups(groups: list[RolloutGroup], config: RewardedConfig) -> list[Ro
 def make_sample(
     prompt: Prompt,
     rollout: Rollout,
-    advantage: float | Sequence[float],
+    advantage: float | np.ndarray,
     reward: float,
-    counts: bool | Sequence[bool] = True,
+    counts: bool | np.ndarray = True,
 ) -> Sample:
     """Return a rollout as a sample, with a sample in `branches` for each of its other conversations.
 
-    advantage: of the policy's tokens in all turns, or one per entry of `rollout.all_turns`. counts: whether the loss counts the
-    rollout, or each turn. It never counts failed episodes.
+    advantage: of all turns, or of each entry of `rollout.turns`, `[N]`. counts: whether the loss counts the rollout, or each
+    entry, `[N]`. It never counts failed episodes. Turns of other conversations have the advantage of the first entry, whose
+    return is the episode's.
     """
-    turns = len(rollout.all_turns)
-    advantages = np.broadcast_to(np.asarray(advantage, np.float64), turns)
-    learned = np.broadcast_to(np.asarray(counts, np.bool_), turns) & (not rollout.failure)
-    samples, at = [], 0
-    for conversation in rollout.conversations(prompt):
-        own = slice(at, at := at + len(conversation.turns))
-        samples.append(_conversation_sample(conversation, advantages[own], learned[own], 0.0 if rollout.failure else reward))
-    sample, *branches = samples
-    return replace(sample, branches=tuple(branches)) if branches else sample
+    advantages = np.broadcast_to(advantage, len(rollout.turns))
+    learned = np.broadcast_to(counts, len(rollout.turns)) & (not rollout.failure)
+    credited = 0.0 if rollout.failure else float(reward)
+    first, *others = rollout.conversations(prompt)
+    sample = _conversation_sample(first, advantages, learned, credited)
+    if not others:
+        return sample
+    is_learned = bool(np.any(counts)) and not rollout.failure
+    branches = []
+    for other in others:
+        turns = len(other.turns)
+        branches.append(_conversation_sample(other, np.full(turns, advantages[0]), np.full(turns, is_learned), credited))
+    return replace(sample, branches=tuple(branches))
 
 
-def _conversation_sample(conversation: Branch, of_turn: np.ndarray, learned: np.ndarray, reward: float) -> Sample:
-    """Return a conversation as one sequence. of_turn, learned: each turn's advantage, and whether the loss counts it."""
+def _conversation_sample(conversation: Branch, of_turns: np.ndarray, learned: np.ndarray, reward: float) -> Sample:
+    """Return a conversation as one sequence. of_turns, learned: each turn's advantage, and whether the loss counts it."""
     at = len(conversation.context)
     length = at + sum(len(turn.completion.tokens) + len(turn.observation) for turn in conversation.turns)
     tokens, mask = np.empty(length, np.int32), np.zeros(length, np.bool_)
@@ -130,10 +137,10 @@ def _conversation_sample(conversation: Branch, of_turn: np.ndarray, learned: np.
         span = slice(at, at + len(sampled))
         tokens[span] = sampled
         if learned[place]:
-            mask[span], logprobs[span], advantages[span] = True, turn.completion.logprobs, of_turn[place]
+            mask[span], logprobs[span], advantages[span] = True, turn.completion.logprobs, of_turns[place]
         at += len(sampled) + len(observed)
         tokens[at - len(observed) : at] = observed
-    return Sample(tokens, mask, logprobs, advantages, float(reward), experts=_experts(conversation))
+    return Sample(tokens, mask, logprobs, advantages, reward, experts=_experts(conversation))
 
 
 def _experts(conversation: Branch) -> np.ndarray | None:

@@ -11,25 +11,27 @@ loss.py. Settings of GRPO give the methods derived from it:
     DPPO          use_dppo=true, use_generation_logprobs=true
     RLOO          use_leave_one_out_baseline=true, disable_ppo_ratio=true, normalize_rewards=false
     REINFORCE++   adv_estimator.name=reinforce_plus_plus
+    per turn      credit=turn, for episodes of several turns: turn_credit.py
     GDPO          adv_estimator.name=gdpo, with several rewards: several_rewards.py
     MOPD          adv_estimator.name=opd, disable_ppo_ratio=true: teacher_assignment.py
 
 The algorithm of the GRPO paper has use_leave_one_out_baseline=false, token_level_loss=false, and a KL penalty in the loss with
-reference_policy_kl_gradient=estimate. Not supported: process supervision (rewards for parts of an answer).
+reference_policy_kl_gradient=estimate. Not supported: rewards for parts of a turn.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 from typing_extensions import override
 
-from pipeline.algorithms import several_rewards
+from pipeline.algorithms import several_rewards, turn_credit
 from pipeline.algorithms.advantages import apply_to_scored, group_advantages, sequence_advantages
 from pipeline.algorithms.ahead import AsyncConfig
 from pipeline.algorithms.rewarded import RewardedAlgorithm
@@ -68,6 +70,11 @@ class GRPOConfig(RewardedConfig):
     """Lower bound of advantages. null: unbounded."""
     advantage_clip_high: Float | None = None
     """Upper bound of advantages. null: unbounded."""
+    turn_discount: Annotated[Float, Field(ge=0, le=1)] = 1.0
+    """credit=turn: discount factor gamma of the rewards of later turns. GiGPO: 0.95."""
+    invalid_tool_call_advantage: Float | None = None
+    """Advantage of turns that the environment cannot use, as with a malformed tool call, whatever their reward. NeMo-RL's
+    recipes: -5. null: as of other turns."""
     async_grpo: AsyncConfig = field(default_factory=AsyncConfig)
 
 
@@ -123,6 +130,26 @@ class GRPO(RewardedAlgorithm):
             estimator = partial(group_advantages, **options)
         return apply_to_scored(group, rewards, estimator)
 
+    @property
+    @override
+    def turn_discount(self) -> float:
+        return self.section.turn_discount
+
+    @property
+    @override
+    def compares(self) -> bool:
+        return not self._plus_plus or self.section.adv_estimator.minus_baseline
+
+    @override
+    def turn_advantages(
+        self, group: RolloutGroup, rewards: np.ndarray, of_episodes: Sequence[float] | np.ndarray
+    ) -> Iterable[float | np.ndarray]:
+        advantages, invalid = super().turn_advantages(group, rewards, of_episodes), self.section.invalid_tool_call_advantage
+        if invalid is None:
+            return advantages
+        malformed = [turn_credit.malformed_turns(rollout) for rollout in group.rollouts]
+        return [np.where(mask, invalid, advantage) for mask, advantage in zip(malformed, advantages, strict=True)]
+
     @override
     def estimate(self, batch: PackedBatch) -> PackedBatch:
         from pipeline.algorithms.divergence import teacher_advantages  # needs torch, which submission may lack
@@ -158,13 +185,13 @@ class GRPO(RewardedAlgorithm):
         config, estimator, key = self.section, self.section.adv_estimator, f"{self.name}.adv_estimator"
         low, high = config.advantage_clip_low, config.advantage_clip_high
         yield from self._check_teachers()
+        yield from self._check_turns()
         if self._decoupled:
             yield from self._check_several_rewards()
         if self.recipe.rollout and estimator.name == "gdpo":
             message = "got gdpo with a rollout function, which sets the rewards of its turns itself; expected another estimator"
             yield Problem(f"{key}.name", "contradiction", message)
-        alone = config.num_generations_per_prompt < 2 and not self._has_teachers
-        if alone and (not self._plus_plus or estimator.minus_baseline):
+        if config.num_generations_per_prompt < 2 and self.compares and not self._has_teachers:
             message = "got 1; expected at least 2, since one answer has no baseline but itself and every advantage would be 0"
             without = f". Try {key}.minus_baseline=false" if self._plus_plus else ""
             yield Problem(f"{self.name}.num_generations_per_prompt", "too-small", message + without)
@@ -195,6 +222,37 @@ class GRPO(RewardedAlgorithm):
         if self.section.reward_shaping.enabled:
             message = f"got true with {key}=gdpo, which uses each reward of its own; expected false, since it shapes their sum"
             yield Problem(f"{self.name}.reward_shaping.enabled", "has-no-effect", f"{message}. Try a reward of the length")
+
+    def _check_turns(self) -> Iterator[Problem]:
+        config, estimator = self.section, f"{self.name}.adv_estimator.name={self.section.adv_estimator.name}"
+        if config.credit == "turn" and (self._decoupled or self._has_teachers):
+            why = "several rewards of the whole episode" if self._decoupled else "log-probs of teachers and no rewards"
+            message = f"got turn with {estimator}, which uses {why}; expected episode"
+            yield Problem(f"{self.name}.credit", "contradiction", f"{message}. Try {self.name}.adv_estimator.name=grpo")
+        for name in ("truncated_turn_penalty", "malformed_turn_penalty") if self._decoupled or self._has_teachers else ():
+            if value := getattr(config, name):
+                message = f"got {value} with {estimator}, whose advantages ignore this sum of rewards; expected 0"
+                yield Problem(f"{self.name}.{name}", "has-no-effect", message)
+        if config.credit == "episode" and config.turn_discount != 1:
+            message = f"got {config.turn_discount} with {self.name}.credit=episode, which discounts nothing; expected 1"
+            yield Problem(f"{self.name}.turn_discount", "has-no-effect", f"{message}. Try {self.name}.credit=turn")
+        yield from self._check_invalid_tool_calls()
+
+    def _check_invalid_tool_calls(self) -> Iterator[Problem]:
+        config, key = self.section, f"{self.name}.invalid_tool_call_advantage"
+        if (value := config.invalid_tool_call_advantage) is None:
+            return
+        low, high = config.advantage_clip_low, config.advantage_clip_high
+        if self._plus_plus or self._has_teachers:
+            why = f"{self.name}.adv_estimator.name={config.adv_estimator.name}, which computes advantages later"
+            message = f"got {value} with {why}; expected null. Try {self.name}.malformed_turn_penalty"
+            yield Problem(key, "contradiction", message)
+        if config.mask_malformed_turns:
+            message = f"got {value} with {self.name}.mask_malformed_turns=true, which leaves these turns out; expected null"
+            yield Problem(key, "has-no-effect", message)
+        if (low is not None and value < low) or (high is not None and value > high):
+            message = f"got {value}; expected a number within {self.name}.advantage_clip_low and _high, which clip it too"
+            yield Problem(key, "contradiction", message)
 
     def _check_teachers(self) -> Iterator[Problem]:
         teachers, generation = self.recipe.on_policy_distillation.teachers, self.recipe.policy.generation

@@ -26,6 +26,7 @@ from pipeline.algorithms.ahead import AsyncConfig
 from pipeline.algorithms.algorithm import Loss
 from pipeline.algorithms.rewarded import RewardedAlgorithm
 from pipeline.algorithms.sections import GAEConfig, RewardedConfig
+from pipeline.algorithms.turn_credit import turn_rewards, with_token_rewards
 from pipeline.recipe.problems import Problem
 from pipeline.recipe.values import Bool, NotNegative, Positive
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pipeline.config import Recipe
-    from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup
+    from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
 
 
 @dataclass
@@ -90,11 +91,24 @@ class PPO(RewardedAlgorithm):
         return [0.0] * len(rewards)
 
     @override
+    def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
+        """Return the samples. With credit per turn, `advantages` has the rewards of tokens, from which `estimate` begins."""
+        samples = super().compute_advantages(groups)
+        if self.section.credit == "episode":
+            return samples
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return [
+            with_token_rewards(sample, rollout, turn_rewards(rollout, sample.reward, self.section))
+            for sample, rollout in zip(samples, rollouts, strict=True)
+        ]
+
+    @override
     def estimate(self, batch: PackedBatch) -> PackedBatch:
         from pipeline.algorithms.token_advantages import estimate_gae  # needs torch, which submission may lack
 
         batch = super().estimate(batch)
-        advantages, returns = estimate_gae(batch, self.section.adv_estimator, self.recipe.loss_fn)
+        estimator, of_tokens = self.section.adv_estimator, self.section.credit == "turn"
+        advantages, returns = estimate_gae(batch, estimator, self.recipe.loss_fn, of_tokens)
         return dataclasses.replace(batch, advantages=advantages, returns=returns)
 
     @override

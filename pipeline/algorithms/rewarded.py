@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from pipeline.algorithms.advantages import is_truncated, make_sample, select_groups, shaped_rewards
+from pipeline.algorithms import turn_credit
+from pipeline.algorithms.advantages import is_truncated, make_sample, select_groups, shaped_rewards, varies
 from pipeline.algorithms.ahead import problems, settings
 from pipeline.algorithms.algorithm import Needs, OnlineAlgorithm
 from pipeline.algorithms.sections import LossConfig
@@ -59,16 +60,43 @@ class RewardedAlgorithm(OnlineAlgorithm):
 
     @override
     def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        if self.section.credit == "turn" and self.section.use_dynamic_sampling:
+            return [group for group in groups if any(map(varies, turn_credit.scored_returns(group, self.turn_discount)))]
         return select_groups(groups, self.section)
+
+    @property
+    def turn_discount(self) -> float:
+        """Discount factor of the rewards of later turns, with credit per turn."""
+        return 1.0
+
+    @property
+    def compares(self) -> bool:
+        """Whether an answer's advantage depends on other answers, so that a turn which no other episode reaches has none."""
+        return True
 
     @override
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
         samples, rewards = [], [shaped_rewards(group, self.section) for group in groups]
-        for group, advantages, of_group in zip(groups, self.step_advantages(groups, rewards), rewards, strict=True):
+        for group, of_episodes, of_group in zip(groups, self.step_advantages(groups, rewards), rewards, strict=True):
+            advantages = self.turn_advantages(group, of_group, of_episodes)
             for rollout, advantage, reward in zip(group.rollouts, advantages, of_group, strict=True):
-                counts = not (self.section.overlong_filtering and is_truncated(rollout))
+                counts = turn_credit.counted_turns(rollout, self.section)
+                counts &= not (self.section.overlong_filtering and is_truncated(rollout))
                 samples.append(make_sample(group.prompt, rollout, advantage, reward, counts))
         return samples
+
+    def turn_advantages(
+        self, group: RolloutGroup, rewards: np.ndarray, of_episodes: Sequence[float] | np.ndarray
+    ) -> Iterable[float | np.ndarray]:
+        """Return the advantage of each rollout; with credit per turn, of each entry of its `turns`, `[N]`.
+
+        rewards: shaped, `[G]`. of_episodes: the advantages of the episodes, `[G]`.
+        """
+        if self.section.credit == "episode":
+            return of_episodes
+        of_turns = [turn_credit.turn_rewards(*pair, self.section) for pair in zip(group.rollouts, rewards, strict=True)]
+        returns = [turn_credit.returns_to_go(of_rollout, self.turn_discount) for of_rollout in of_turns]
+        return turn_credit.turn_advantages(group, returns, of_episodes, 2 if self.compares else 1, self.advantages)
 
     def step_advantages(self, groups: list[RolloutGroup], rewards: list[np.ndarray]) -> Sequence[Sequence[float] | np.ndarray]:
         """Return the advantages of each group of a step, `[G]`. rewards: of each group, as for `advantages`."""
@@ -98,6 +126,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         yield from self._check_rewards()
+        yield from self._check_credit()
         yield from self._check_loss()
         yield from self._check_truncation()
         yield from problems(self.recipe, self.name)
@@ -133,6 +162,17 @@ class RewardedAlgorithm(OnlineAlgorithm):
         if coefficient is None and (buffer := shaping.overlong_buffer_length) >= (longest := shaping.max_response_length):
             message = f"got {buffer}; expected below {shapes}.max_response_length={longest}, or every answer has a penalty"
             yield Problem(f"{shapes}.overlong_buffer_length", "too-large", message)
+
+    def _check_credit(self) -> Iterator[Problem]:
+        config, key = self.section, f"{self.name}.credit"
+        if config.credit == "episode":
+            return
+        if config.max_rollout_turns == 1:
+            message = f"got turn with {self.name}.max_rollout_turns=1; expected episode, which is the same for one turn"
+            yield Problem(key, "has-no-effect", f"{message}. Try {self.name}.max_rollout_turns=2 or more")
+        if config.reward_scaling.enabled:
+            message = f"got turn with {self.name}.reward_scaling, which scales the sum of a whole episode's rewards"
+            yield Problem(key, "contradiction", f"{message}; expected episode. Try to scale rewards in the environment")
 
     def _check_loss(self) -> Iterator[Problem]:
         loss = self.recipe.loss_fn

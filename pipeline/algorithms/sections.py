@@ -96,6 +96,17 @@ class RewardedConfig(OnlineConfig):
     """Prompts in a batch of dynamic sampling, as a multiple of num_prompts_per_step."""
     overlong_filtering: Bool = False
     """Leave truncated answers out of the loss. Truncation then does not discourage long answers."""
+    credit: Literal["episode", "turn"] = "episode"
+    """Rewards that a turn's tokens answer for. episode: those of all turns. turn: those of this turn and of later turns,
+    compared with the group's other episodes at the same turn. With a critic, each reward then arrives with its turn."""
+    mask_truncated_turns: Bool = False
+    """Leave turns out of the loss that end at a length limit. The other turns of the episode count."""
+    mask_malformed_turns: Bool = False
+    """Leave turns out of the loss that the environment cannot use, as with a malformed tool call. The others count."""
+    truncated_turn_penalty: Annotated[Float, Field(ge=0)] = 0.0
+    """Subtracted from the reward of each turn that ends at a length limit."""
+    malformed_turn_penalty: Annotated[Float, Field(ge=0)] = 0.0
+    """Subtracted from the reward of each turn that the environment cannot use, as with a malformed tool call."""
     seq_logprob_error_threshold: Annotated[Float | None, Field(ge=1)] = None
     """Leave sequences out of the loss if their mean of exp|log pi_old - log pi_generate| exceeds this value. null: keep all."""
     reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)

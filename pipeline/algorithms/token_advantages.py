@@ -35,7 +35,9 @@ def subtract_future_kl(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
     return batch.advantages - config.reference_policy_kl_penalty * scatter_counted(kl, batch)
 
 
-def estimate_gae(batch: PackedBatch, gae: GAEConfig, loss: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def estimate_gae(
+    batch: PackedBatch, gae: GAEConfig, loss: LossConfig, of_tokens: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (advantages, returns), `[T]` each, 0 where the mask is False (GAE, https://arxiv.org/abs/1506.02438 eq. 16).
 
         d_t = r_t + gamma V_{t+1} - V_t
@@ -43,15 +45,15 @@ def estimate_gae(batch: PackedBatch, gae: GAEConfig, loss: LossConfig) -> tuple[
         R_t = A_t + V_t                                 the critic's target
 
     t runs only over the counted tokens of a sequence and skips the output of tools and users between them. V_t is the critic's
-    value of the text before token t. The reward arrives with the last counted token, after which V is 0. With use_kl_in_reward
-    every token's reward includes - beta KL_t.
+    value of the text before token t. The reward arrives with the last counted token, after which V is 0; or, with of_tokens,
+    `batch.advantages` has each token's reward. With use_kl_in_reward every token's reward includes - beta KL_t.
 
     The critic and the policy may use different lambdas (VAPO, https://arxiv.org/abs/2504.05118). With gae_lambda_value=1 the
     critic does not bias the returns. With length_adaptive_alpha = a, the policy's lambda is 1 - 1 / (a l) for an answer of l
     tokens (eq. 9).
     """
     assert batch.old_values is not None
-    rewards = _token_rewards(batch, loss)
+    rewards = _token_rewards(batch, loss, of_tokens)
     values = gather_counted(values_before(batch.old_values), batch)
     next_values = torch.cat([values[:, 1:], values.new_zeros(len(values), 1)], 1)
     errors = rewards + gae.gae_gamma * next_values - values
@@ -61,11 +63,13 @@ def estimate_gae(batch: PackedBatch, gae: GAEConfig, loss: LossConfig) -> tuple[
     return scatter_counted(advantages, batch), scatter_counted(returns, batch)
 
 
-def _token_rewards(batch: PackedBatch, loss: LossConfig) -> torch.Tensor:
-    """Return the sequence's reward at its last counted token, minus the KL penalty of each token: `[S, C]`."""
+def _token_rewards(batch: PackedBatch, loss: LossConfig, of_tokens: bool) -> torch.Tensor:
+    """Return the rewards of tokens, or the sequence's at its last counted token, minus the KL penalty of each: `[S, C]`."""
     rewards = torch.zeros_like(batch.advantages)
     if loss.use_kl_in_reward:
         rewards = -loss.reference_policy_kl_penalty * kl_in_reward(batch, loss)
+    if of_tokens:
+        return gather_counted(rewards + batch.advantages, batch)
     grid, sizes = gather_counted(rewards, batch), _sizes(batch)
     grid[torch.arange(len(sizes), device=sizes.device), (sizes - 1).clamp(min=0)] += torch.where(sizes > 0, batch.rewards, 0.0)
     return grid

@@ -70,6 +70,7 @@ loss_fn.ratio_clip_c: delta clip_ratio_c
 loss_fn.entropy_coeff: entropy_coef ent_coef
 grpo.normalize_rewards: scale_rewards
 <algorithm>.overlong_filtering: mask_truncated_completions
+<algorithm>.malformed_turn_penalty: invalid_action_penalty_coef
 ppo.ppo_epochs policy.train_global_batch_size: num_iterations num_ppo_epochs
 ppo.adv_estimator.gae_gamma: gamma adv_estimator.gamma
 ppo.adv_estimator.gae_lambda: lam gae_lambda lambd

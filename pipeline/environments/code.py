@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
@@ -264,7 +264,7 @@ class CodeInterpreter(BuiltinEnvironment):
         # Search only up to the last </code>: the pattern would scan the rest of the text for each <code>.
         codes = CODE.findall(text[: text.rfind("</code>") + len("</code>")])
         if not codes:
-            return self._end(episode)
+            return replace(self._end(episode), malformed="<code>" in text)
         executed = _execute(episode.session, codes[-1], self._timeout_s)
         episode.failed = executed.error is not None
         if executed.value is not None:

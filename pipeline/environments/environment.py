@@ -53,7 +53,7 @@ class Outcome:
     turn: dict[str, Any] | None = None  # the policy's turn as a message with `tool_calls`, if the observation has their results
     extracted: str = ""  # the text's answer in a normal form, the same for equal answers; "": none
     notes: dict[str, str] = field(default_factory=dict)  # texts that the run's rollouts show beside the answer
-    malformed: bool = False  # the turn calls a tool in a form that cannot be used; keys can mask or penalize such turns
+    malformed: bool = False  # the turn cannot be used, as with a malformed tool call; the loss can mask or penalize it
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,8 @@ class SlidingPuzzle(BuiltinEnvironment):
     def _reply(self, game: Game, words: str, invalid: bool = False) -> Outcome:
         reply = words if self._arguments.tells == "words" else puzzle.board_text(game.board)
         content = self._arguments.observation.replace("{}", reply)
-        return Outcome(0.0, _metrics(game, invalid=invalid), {"role": self._arguments.role, "content": content})
+        observation = {"role": self._arguments.role, "content": content}
+        return Outcome(0.0, _metrics(game, invalid=invalid), observation, malformed=invalid)
 
 
 def _act(board: puzzle.Board, action: str) -> tuple[puzzle.Board | None, str]:

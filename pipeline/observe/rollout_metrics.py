@@ -29,9 +29,10 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
     """Return the number of episodes without a score, and means over the episodes with one (NaN if there are none).
 
     The means are of the reward, the share of answers that broke the reward function, the length in sampled tokens, the number
-    of turns, the share of answers cut for length, the share of tokens without recorded experts (with policy.router_replay), and
-    each metric of the environment. Each of several rewards, `reward/NAME`, also has its unbiased standard deviation,
-    `reward_std/NAME`. An answer that broke the reward function has no metrics; it counts as 0 in `accuracy`.
+    of turns, the share of answers cut for length, the shares of malformed and of truncated turns (if episodes have several),
+    the share of tokens without recorded experts (with policy.router_replay), and each metric of the environment. Each of
+    several rewards, `reward/NAME`, also has its unbiased standard deviation, `reward_std/NAME`. An answer that broke the reward
+    function has no metrics; it counts as 0 in `accuracy`.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     judged = [rollout for rollout in rollouts if not rollout.failure]
@@ -43,6 +44,7 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
         "truncated": _mean([float(rollout.finish == "length") for rollout in judged]),
         "turns": _mean(turns),
         "turns_max": float(max(turns, default=math.nan)),
+        **_shares_of_turns(judged),
         "broke_judge": _mean([float(bool(rollout.broke)) for rollout in judged]),
         "env_failures": float(sum(rollout.has_failed for rollout in rollouts)),
     }
@@ -63,6 +65,17 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
         accuracies = [rollout.metrics.get("accuracy", 0.0 if rollout.broke else None) for rollout in scored]
         values["accuracy"] = _mean([value for value in accuracies if value is not None])
     return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def _shares_of_turns(rollouts: list[Rollout]) -> dict[str, float]:
+    """Return the shares of malformed and of truncated turns, without those of thoughts; {} if no episode has several turns."""
+    if all(rollout.answers < 2 for rollout in rollouts):
+        return {}
+    turns = [turn for rollout in rollouts for turn in rollout.judged_turns]
+    return {
+        "malformed_turns": _mean([float(turn.malformed) for turn in turns]),
+        "truncated_turns": _mean([float(turn.completion.finish == "length") for turn in turns]),
+    }
 
 
 def validation_metrics(groups: list[RolloutGroup]) -> dict[str, float]:

@@ -22,6 +22,17 @@ def group_of(rewards: Sequence[float], lengths: Sequence[int] | None = None, cut
     return RolloutGroup(Prompt(0, np.array([5, 6], np.int32), "math", {}), tuple(rollouts))
 
 
+def group_of_turns(rewards: Sequence[Sequence[float]], malformed: Sequence[Sequence[int]] | None = None) -> RolloutGroup:
+    """Return episodes whose turns have these rewards. A turn has two tokens, and each but the last an observation of one."""
+    flags, rollouts = malformed or [[0] * len(of_turns) for of_turns in rewards], []
+    for of_turns, flawed in zip(rewards, flags, strict=True):
+        pairs = zip(of_turns, flawed, strict=True)
+        turns = [replace(group_of([0.0]).rollouts[0].turns[0], reward=reward, malformed=bool(flaw)) for reward, flaw in pairs]
+        told = [replace(turn, observation=np.array([9], np.int32)) for turn in turns[:-1]]
+        rollouts.append(Rollout((*told, *turns[-1:]), sum(of_turns)))
+    return replace(group_of([0.0]), rollouts=tuple(rollouts))
+
+
 def group_of_several(rewards: Sequence[dict[str, float]], environment: str = "math") -> RolloutGroup:
     """Return answers with several rewards each, by name; their reward is the sum."""
     group = group_of([sum(of_answer.values()) for of_answer in rewards])

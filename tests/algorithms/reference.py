@@ -6,6 +6,7 @@ Nothing here is the pipeline's but the containers. Rows are sequences, columns t
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -123,6 +124,22 @@ def group_advantages(rewards: np.ndarray, leave_one_out: bool, normalize: bool) 
         mean = sum(others) / len(others)
         variance = sum((r - mean) ** 2 for r in others) / (len(others) - 1) if len(others) > 1 else 0.0
         found.append((reward - mean) / (variance**0.5 + 1e-6) if normalize and variance > 1e-20 else reward - mean)
+    return found
+
+
+def turn_advantages(
+    rewards: Sequence[Sequence[float]], discount: float, leave_one_out: bool, normalize: bool
+) -> list[list[float]]:
+    """Return the advantages of episodes' turns from their rewards, turn by turn; of the whole episode where nobody else is."""
+    whole = group_advantages(np.array([sum(of_episode) for of_episode in rewards]), leave_one_out, normalize)
+    found = []
+    for i, of_episode in enumerate(rewards):
+        found.append([])
+        for k in range(len(of_episode)):
+            there = [j for j, other in enumerate(rewards) if len(other) > k]
+            returns = [sum(discount ** (n - k) * rewards[j][n] for n in range(k, len(rewards[j]))) for j in there]
+            compared = group_advantages(np.array(returns), leave_one_out, normalize) if len(there) > 1 else [whole[i]]
+            found[-1].append(compared[there.index(i)])
     return found
 
 

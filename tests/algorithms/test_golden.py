@@ -9,7 +9,7 @@ from tests.algorithms.golden.ours import OURS, deliberate, difference
 
 # Of the largest entry of a tensor. NeMo-RL and verl add 1e-8 to the counts that they divide by, and take a few factors in
 # float32; a factor, a sign or a mask that is wrong is off by far more.
-TOLERANCE = {"NeMo-RL": 2e-7, "verl": 2e-7, "TRL": 1e-12, "On-Policy-Distill": 1e-12}
+TOLERANCE = {"NeMo-RL": 2e-7, "verl": 2e-7, "TRL": 1e-12, "On-Policy-Distill": 1e-12, "rLLM": 1e-12}
 
 
 def cases() -> list:

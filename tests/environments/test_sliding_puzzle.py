@@ -47,7 +47,7 @@ def test_an_invalid_move_is_answered_and_too_many_lose_the_game():
     environment = made("sliding_puzzle", max_moves=2)
     episode = game(environment, "0 1/3 2")
     nothing = environment.step(episode, "up")
-    assert nothing.metrics == {"accuracy": 0.0, "moves": 0.0, "invalid": 1.0}
+    assert nothing.metrics == {"accuracy": 0.0, "moves": 0.0, "invalid": 1.0} and nothing.malformed
     assert "_ 1\n3 2\n\nNo action found" in nothing.observation["content"]
     assert "Cannot slide down." in act(environment, episode, "down").observation["content"]
     assert puzzle.board_line(episode.board) == "0 1/3 2"

@@ -196,13 +196,18 @@ def test_several_turns_are_listed_and_many_without_the_middle_ones(tmp_path):
     run = made_runs.folder(tmp_path / "turns")
     record = {"prompt": "p", "completion": "ab", "completion_tokens": [1, 2], "reward": 1.0, "finish": "stop"}
     turns = [{"said": f"say {i} {HOSTILE}", "told": f"told {i}" if i < 39 else ""} for i in range(40)]
-    records = [record, record | {"turns": turns[:2]}, record | {"turns": turns, "failure": "it hung", "dataset": "tools"}]
+    records = [
+        record,
+        record | {"turns": [turn | {"reward": 0.5} for turn in turns[:2]]},
+        record | {"turns": turns, "failure": "it hung", "dataset": "tools"},
+    ]
     (run / "rollouts").mkdir()
     (run / "rollouts/step_000001.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     (samples,) = Page(written(run, f"out={tmp_path / 'r.html'}")).data("samples-data")
     single, few, many = samples["files"][0]["samples"]
     assert single["completion"] == "ab" and "turns" not in single
     assert [told for _, told in few["turns"]] == ["told 0", "told 1"] and "completion" not in few
+    assert dict(few["facts"])["rewards of turns"] == "0.5 0.5"
     assert len(many["turns"]) == 21 and many["turns"][10][0] == "… 20 turns are left out here …"
     assert many["turns"][9][1] == "told 9" and many["turns"][-1][0].startswith("say 39 ")
     assert dict(many["facts"]) == {"finish": "stop", "tokens": 2, "turns": 40, "dataset": "tools", "failure": "it hung"}

@@ -365,6 +365,7 @@ def test_code_in_several_turns():
 def test_a_long_value_is_the_answer():
     environment, begun = episode(str(list(range(40))))
     assert environment.step(begun, "<code>list(range(40))</code>").reward == 1.0
+    assert [environment.step(episode()[1], text).malformed for text in ("<code>1", "it is 1")] == [True, False]
 
 
 @pytest.mark.long

@@ -32,7 +32,7 @@ KL_CLAMPS = {"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}
 """NeMo-RL's defaults in loss_fn. NeMo-RL always uses these values for KL in the reward."""
 PENALTY, PENALTY_DEFAULT = "loss_fn.reference_policy_kl_penalty", 0.01
 
-REWARD_PENALTIES = "penalties on single tokens of reasoning or tool calls"
+REWARD_PENALTIES = "penalties on the form of reasoning"
 ADVANTAGES = {
     "raw_reward": ("this estimator of advantages", "gae"),
 }
@@ -74,7 +74,8 @@ GRPO = (
     Same("advantage_clip_low advantage_clip_high adv_estimator.name adv_estimator.minus_baseline"),
     Done("normalize_rewards use_leave_one_out_baseline"),
     Done("adv_estimator.normalize_rewards adv_estimator.use_leave_one_out_baseline adv_estimator.reward_weights"),
-    Only("invalid_tool_call_* malformed_thinking_advantage penalize_*", (None, False), REWARD_PENALTIES),
+    Same("invalid_tool_call_advantage", if_set),
+    Only("malformed_thinking_advantage penalize_*", (None, False), REWARD_PENALTIES),
 )
 PPO = (
     Same("ppo_epochs policy_training_start_step adv_estimator.*"),
@@ -302,6 +303,11 @@ def _differences(t: Translator, algorithm: str) -> None:
             shapes and not stops and t.get(f"{algorithm}.max_rollout_turns", 1) > 1,
             f"{shaping}.overlong_buffer_length",
             "counts the tokens of all turns; NeMo-RL counts those of the first",
+        ),
+        (
+            t.get("grpo.invalid_tool_call_advantage") is not None,
+            "grpo.invalid_tool_call_advantage",
+            "the environment says which turns are malformed; in NeMo-RL it is the text of a call that was not parsed",
         ),
         (stops, f"{shaping}.stop_properly_penalty_coef", cut),
         (t.on(f"{algorithm}.overlong_filtering"), f"{algorithm}.overlong_filtering", cut),

@@ -22,6 +22,7 @@ batches are
     chunks    tokens in chunks of one to several, and one chunk of which the policy is sure
     texts     one text in the tokens of two vocabularies, with whole distributions
     opposed   two rewards whose sum does not vary in the first group
+    turns     rewards of the turns of episodes, which have one to four turns; no episode is the only one with a turn
     groups    rewards of one prompt each: all equal, one and two right of 16, one wrong of 4, two answers, one answer, a model's
 """
 
@@ -36,7 +37,7 @@ from typing import Any
 import torch
 
 FOLDER = Path(__file__).parent
-PEERS = {"nemo_rl": "NeMo-RL", "verl": "verl", "trl": "TRL", "dpca": "On-Policy-Distill"}
+PEERS = {"nemo_rl": "NeMo-RL", "verl": "verl", "trl": "TRL", "dpca": "On-Policy-Distill", "rllm": "rLLM"}
 _EXPECTED = ("loss", "gradient", "values", "advantages", "returns", "sample_mask")
 
 

@@ -20,6 +20,7 @@ from pipeline.algorithms.loss import estimate_kl, mask_mismatched_sequences, mis
 from pipeline.algorithms.pairs import reward_model_loss
 from pipeline.algorithms.sections import GAEConfig, RewardScalingConfig, RewardShapingConfig
 from pipeline.algorithms.token_advantages import keep_high_entropy, moments, normalization, standardize
+from pipeline.algorithms.turn_credit import returns_to_go
 from pipeline.algorithms.universal_logits import candidates, universal_logit_loss
 from pipeline.config import (
     AdvantageConfig,
@@ -39,7 +40,7 @@ from pipeline.roles.teacher_scores import for_tokens_of
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, Sample, TeacherTokens, TopK
 from tests.algorithms.golden.files import Golden
 from tests.algorithms.golden.rows import Rows, after, before, tensor
-from tests.algorithms.groups import group_of, group_of_several
+from tests.algorithms.groups import group_of, group_of_several, group_of_turns
 from tests.algorithms.made import made
 
 Found = dict[str, torch.Tensor]
@@ -227,6 +228,41 @@ def advantages(golden: Golden) -> Found:
     }
 
 
+def returns(golden: Golden) -> Found:
+    """Compute the returns of turns. rLLM: `compute_mc_return` of each episode."""
+    discount = golden.arguments["turn_discount"]
+    return {
+        f"values of {name}": torch.from_numpy(np.concatenate([returns_to_go(np.array(rewards), discount) for rewards in turns]))
+        for name, turns in golden.inputs["turns"].items()
+    }
+
+
+def turn_advantages(golden: Golden) -> Found:
+    """Compute the advantages of turns.
+
+    verl: `compute_grpo_outcome_advantage` of the turns of all episodes of a prompt, with their returns by rLLM (`returns`) as
+    rewards, and their numbers as the index.
+    """
+    algorithm, found = made(GRPOConfig(credit="turn", **golden.arguments)), {}
+    for name, turns in golden.inputs["turns"].items():
+        group, rewards = group_of_turns(turns), np.array([sum(of_turns) for of_turns in turns])
+        advantages = algorithm.turn_advantages(group, rewards, np.zeros(len(turns)))
+        found[f"values of {name}"] = torch.from_numpy(np.concatenate(list(advantages)))
+    return found
+
+
+def tool_calls(golden: Golden) -> Found:
+    """Compute the advantages of the policy's tokens where turns are malformed.
+
+    NeMo-RL: `_apply_message_level_advantage_penalties` with `advantages` of sequences. A sequence has a prompt of two tokens,
+    turns of two, and a tool's message of one between two turns. `malformed` is `is_invalid_tool_call` of each turn.
+    """
+    group = group_of_turns(golden.inputs["turns"], golden.inputs["malformed"])
+    rewards, of_episodes = np.array([rollout.reward for rollout in group.rollouts]), np.array(golden.inputs["advantages"])
+    of_turns = made(GRPOConfig(**golden.arguments)).turn_advantages(group, rewards, of_episodes)
+    return {"values": torch.from_numpy(np.concatenate(list(of_turns)).repeat(2))}
+
+
 def gdpo(golden: Golden) -> Found:
     """Compute GDPO's advantages of a step.
 
@@ -354,13 +390,13 @@ def gae(golden: Golden) -> Found:
     rows, loss = Rows(golden.inputs), _loss(golden.arguments)
     names = {field.name for field in dataclasses.fields(GAEConfig)}
     config = GAEConfig(**{name: value for name, value in golden.arguments.items() if name in names})
-    algorithm = made(PPOConfig(adv_estimator=config), loss, updates=1)
-    batch = rows.batch(
-        rewards=rows.tensor("rewards"),
-        old_values=after(rows.tensor("values")),
-        old_logprobs=rows.tensor("old_logprobs"),
-        reference_logprobs=rows.tensor("reference_logprobs"),
-    )
+    fields = {name: rows.tensor(name) for name in ("old_logprobs", "reference_logprobs") if name in rows.inputs}
+    if "token_rewards" in rows.inputs:
+        credit, fields["advantages"] = "turn", rows.tensor("token_rewards")
+    else:
+        credit, fields["rewards"] = "episode", rows.tensor("rewards")
+    algorithm = made(PPOConfig(adv_estimator=config, credit=credit), loss, updates=1)
+    batch = rows.batch(old_values=after(rows.tensor("values")), **fields)
     found = _standardized(algorithm.estimate(batch), algorithm.needs.standardized)
     return {"advantages": rows.padded(found.advantages), "returns": rows.padded(found.returns)}
 
@@ -368,7 +404,8 @@ def gae(golden: Golden) -> Found:
 def estimates(golden: Golden) -> Found:
     """Compute verl's estimates: token-level rewards go into the named function.
 
-    They are 0 but for `rewards` at each row's last counted token, less the penalty times k1 with KL in the reward.
+    They are 0 but for `rewards` at each row's last counted token, less the penalty times k1 with KL in the reward; in
+    `turn_estimates` they are `token_rewards`.
     """
     return (gae if golden.formula.startswith("GAE") else reinforce_plus_plus)(golden)
 
@@ -427,8 +464,12 @@ OURS: dict[str, Callable[[Golden], Found]] = {
     "policy_loss": of_policy,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reward_model": reward_model,
+    "returns": returns,
     "rewards": rewards,
     "sft": sft,
+    "tool_calls": tool_calls,
+    "turn_advantages": turn_advantages,
+    "turn_estimates": estimates,
     "uld": uld,
     "value_loss": of_critic,
 }
