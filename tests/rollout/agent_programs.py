@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -9,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def guesses(messages: list) -> None:
                     own = f":{port}/" in os.environ["OPENAI_BASE_URL"] and key == os.environ["OPENAI_API_KEY"]
                     if not own:
                         sys.exit(f"port {port} let a stranger in")
-            except (OSError, ValueError, urllib.error.HTTPError):
+            except (OSError, ValueError, http.client.HTTPException):
                 pass
         for _ in range(4):
             connection = socket.socket()
