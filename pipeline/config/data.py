@@ -21,6 +21,7 @@ GENERATED_DATASETS = {
     "calculator_multiplication": "pipeline.data.arithmetic.products",
     "scratchpad_addition": "pipeline.data.scratchpad.addition",
     "scratchpad_preferences": "pipeline.data.scratchpad.preferences",
+    "terminal_tasks": "pipeline.data.terminal.tasks",
     "word_problems": "pipeline.data.word_problems.problems",
     "word_problem_preferences": "pipeline.data.word_problems.preferences",
     "sliding_puzzle": "pipeline.data.puzzle.Puzzles",
