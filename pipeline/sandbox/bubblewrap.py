@@ -62,3 +62,21 @@ def isolation(path: str, view: FileSystemView, has_proc: bool) -> Isolation:
         options += ["--setenv", name, value]
     options += ["--remount-ro", "/", "--chdir", SCRATCH]
     return Isolation([path, *options], filter_for(platform.machine()).hex(), variables)
+
+
+def container_isolation(node: Isolation, root: str, variables: dict[str, str], cwd: str) -> Isolation:
+    """Return the isolation of a container's program. node: the isolation that works on this node.
+
+    root: the path of the container's root, in the mount namespace of the process that keeps it. It comes with its /dev. Only its
+    /proc is a mount's target, since it is a mount point, which programs cannot replace: at other paths they may have put links.
+    The program keeps one capability, CAP_DAC_OVERRIDE: many images have folders that root itself may not write to.
+    """
+    options = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--uid", "0", "--gid", "0"]
+    options += ["--cap-drop", "ALL", "--cap-add", "CAP_DAC_OVERRIDE"]
+    options += ["--hostname", "sandbox", "--new-session", "--die-with-parent", "--dev-bind", root, "/"]
+    if "--proc" in node.bubblewrap:
+        options += ["--proc", "/proc", "--remount-ro", "/proc"]
+    for name, value in variables.items():
+        options += ["--setenv", name, value]
+    filter = filter_for(platform.machine(), in_container=True).hex()
+    return Isolation([node.bubblewrap[0], *options, "--chdir", cwd], filter, variables)

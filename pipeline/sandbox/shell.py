@@ -1,0 +1,155 @@
+"""A shell in a container that lives across an episode's commands: its folder, variables and background jobs persist.
+
+Commands go to the stdin of the image's bash, else of its sh, and run there with an empty stdin of their own. A line with a
+number that nobody can guess ends a command's output. Output of background jobs comes with that of the command that runs
+meanwhile. A command that exceeds its time is killed with all that it started; a shell that cannot be freed so is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pipeline.sandbox import linux, processes
+from pipeline.sandbox.container import Container
+from pipeline.sandbox.guard_client import CHUNK, InteractiveProgram
+
+START = "exec 2>&1; if command -v bash >/dev/null; then exec bash --noprofile --norc; else exec sh; fi"
+GRACE_S = 2.0  # for a shell to report a command whose processes were killed
+START_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """The result of a command."""
+
+    output: str  # stdout and stderr, at most `output_bytes`: the beginning and the end of longer ones
+    status: int | None  # exit status; None if the command did not end by itself
+    ended_by: str  # "exit", "wall time", or "shell" if the shell ended or had to be replaced
+    shell_ended_by: str = ""  # how the shell ended, as of ProgramResult; its folder, variables and jobs are lost
+
+
+class Shell:
+    """A shell of a container. Not thread-safe. The container's limits hold, `output_bytes` for each command.
+
+    session_s: maximum wall time of a shell, including the time between commands.
+    """
+
+    def __init__(
+        self, container: Container, session_s: float, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        """Make a shell without starting it, which the first command does."""
+        self._container, self._session_s, self._cwd, self._env = container, session_s, cwd, env
+        self._program: InteractiveProgram | None = None
+
+    def run(self, command: str, wall_s: float | None = None) -> CommandResult:
+        """Run a command line or a script. wall_s: replaces the container's limit. Raises SandboxError if the sandbox fails."""
+        limits = self._container.limits
+        output = _BoundedOutput(limits.output_bytes)
+        try:
+            if self._program is None:
+                self._program = self._container.start(["sh", "-c", START], self._session_s, self._cwd, self._env)
+                _exchange(self._program, "", _BoundedOutput(limits.output_bytes), time.monotonic() + START_S)
+            guard, begun = self._program.guard, linux.now_ticks()
+            deadline = time.monotonic() + (limits.wall_s if wall_s is None else wall_s)
+            status, ended_by = _exchange(self._program, command, output, deadline, lambda: _kill_since(guard, begun))
+            return CommandResult(output.text(), status, ended_by)
+        except (TimeoutError, EOFError) as error:
+            program, self._program = self._program, None
+            assert program is not None
+            ended_by = "wall time" if isinstance(error, TimeoutError) else "shell"
+            return CommandResult(output.text(), None, ended_by, program.close())
+
+    def close(self) -> None:
+        """End the shell and its jobs."""
+        program, self._program = self._program, None
+        if program is not None:
+            program.close()
+
+
+class _BoundedOutput:
+    """Keeps the first and the last half of `room` bytes."""
+
+    def __init__(self, room: int) -> None:
+        self._half = max(1, room // 2)
+        self._first, self._last, self._cut = bytearray(), bytearray(), 0
+
+    def add(self, content: bytes) -> None:
+        fits = self._half - len(self._first)
+        self._first += content[:fits]
+        self._last += content[fits:]
+        if (beyond := len(self._last) - self._half) > 0:
+            del self._last[:beyond]
+            self._cut += beyond
+
+    def text(self) -> str:
+        middle = f"\n... ({self._cut} bytes cut) ...\n" if self._cut else ""
+        return self._first.decode(errors="replace") + middle + self._last.decode(errors="replace")
+
+
+def _exchange(
+    program: InteractiveProgram, command: str, output: _BoundedOutput, deadline: float, kill: Callable[[], None] | None = None
+) -> tuple[int | None, str]:
+    """Run a command, and return its status and how it ended. Fills `output`.
+
+    kill: kills the command's processes when its time is over. Raises TimeoutError if the shell then does not go on, and
+    EOFError if it ends.
+    """
+    mark = secrets.token_hex(16)
+    text = shlex.quote(command.replace("\0", ""))
+    script = f"eval {text} </dev/null\nprintf '\\n%s %d\\n' {mark} \"$?\"\n"
+    try:
+        program.send(script.encode(errors="replace"), deadline)
+        return _read(program, mark, output, deadline), "exit"
+    except TimeoutError:
+        if kill is None:
+            raise
+        kill()
+    _read(program, mark, output, time.monotonic() + GRACE_S)
+    return None, "wall time"
+
+
+def _read(program: InteractiveProgram, mark: str, output: _BoundedOutput, deadline: float) -> int:
+    """Add a command's output to `output`, and return its status. Raises TimeoutError, and EOFError if the shell ends."""
+    begin, pending = f"\n{mark} ".encode(), b""
+    while True:
+        try:
+            pending += program.receive_some(CHUNK, deadline)
+        except (TimeoutError, EOFError):
+            output.add(pending)
+            raise
+        at = pending.find(begin)
+        if at >= 0 and (end := pending.find(b"\n", at + len(begin))) >= 0:
+            output.add(pending[:at])
+            return int(pending[at + len(begin) : end])
+        kept = len(begin) + 8 if at < 0 else len(pending) - at
+        output.add(pending[: max(0, len(pending) - kept)])
+        pending = pending[max(0, len(pending) - kept) :]
+
+
+def _kill_since(guard: int, ticks: int) -> None:
+    """Kill what the shell below `guard` has started since `ticks` (of linux.start_ticks). Its earlier jobs live on."""
+    for _ in range(10):  # until nothing starts meanwhile
+        tops = []
+        for bubblewrap in processes.children(guard):
+            for first in processes.children(bubblewrap):
+                at_first, *orphans = sorted(processes.children(first), key=lambda pid: linux.start_ticks(pid) or 0) or [0]
+                tops += [*processes.children(at_first), *orphans]
+        young = [pid for pid in tops if (linux.start_ticks(pid) or 0) >= ticks]
+        for pid in [below for top in young for below in (*processes.descendants(top), top)]:
+            with contextlib.suppress(OSError):
+                descriptor = os.pidfd_open(pid)
+                try:
+                    if (linux.start_ticks(pid) or 0) >= ticks:  # and the process is no other one
+                        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                finally:
+                    os.close(descriptor)
+        if not young:
+            return
+        time.sleep(0.02)
