@@ -67,8 +67,8 @@ def isolation(path: str, view: FileSystemView, has_proc: bool) -> Isolation:
 def container_isolation(node: Isolation, root: str, variables: dict[str, str], cwd: str) -> Isolation:
     """Return the isolation of a container's program. node: the isolation that works on this node.
 
-    root: the path of the container's root, in the mount namespace of the process that keeps it. It comes with its /dev. Only its
-    /proc is a mount's target, since it is a mount point, which programs cannot replace: at other paths they may have put links.
+    root: the container's root, in the mount namespace of the process that keeps it, with its /dev. Only its /proc is a mount's
+    target: it is a mount point, which programs cannot replace; in place of other paths they may have put links.
     The program keeps one capability, CAP_DAC_OVERRIDE: many images have folders that root itself may not write to.
     """
     options = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--uid", "0", "--gid", "0"]

@@ -7,6 +7,7 @@ ends what it forked.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -16,7 +17,7 @@ import socket
 import sys
 import threading
 
-from pipeline.sandbox import container_root, guard, linux
+from pipeline.sandbox import container_root, guard, linux, processes
 from pipeline.sandbox.start import PROGRAM_SCORE
 
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 18, 8
@@ -28,12 +29,27 @@ CHUNK = 1 << 16
 def main() -> None:
     """Fork processes until the rank, whose id is argv[1], ends or closes the socket argv[2]."""
     rank, control = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     linux.raise_oom_score(PROGRAM_SCORE - 2)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that nobody needs to wait for them
     gc.freeze()
+    try:
+        _fork_until_the_end(rank, control)
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        guard.end_all()
+
+
+def _fork_until_the_end(rank: int, control: socket.socket) -> None:
+    forked: set[int] = set()
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while os.getppid() == rank:
+        children = set(processes.children(os.getpid()))
+        forked &= children
+        for orphan in children - forked:  # of a guard that was killed before its program had begun
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(orphan, signal.SIGKILL)
         if not poll.poll(1e3 * POLL_S):
             continue
         message, descriptors, _, _ = socket.recv_fds(control, MOST_BYTES, MOST_DESCRIPTORS)
@@ -41,6 +57,7 @@ def main() -> None:
             return
         if (child := os.fork()) == 0:
             _work(json.loads(message), descriptors, control)
+        forked.add(child)
         for descriptor in descriptors:
             os.close(descriptor)
         try:

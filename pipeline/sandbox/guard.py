@@ -51,7 +51,7 @@ def main() -> None:
     except SandboxError as error:
         answer, outputs = {"error": str(error)}, []
     finally:
-        _end_all()
+        end_all()
         cgroup.remove()
         if folder:
             _remove(folder)
@@ -101,7 +101,7 @@ def _run(request: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank
                 last_line[0].removeprefix("bwrap: ").encode(),
             ]
         raise SandboxError(": ".join([str(error), *last_line])) from None
-    _end_all()
+    end_all()
     if cgroup.ran_out_of_memory():
         status, cause = -signal.SIGKILL, "memory"
     _drain(outputs, limits.output_bytes)
@@ -123,7 +123,7 @@ def _drain(outputs: dict[int, bytearray], most: int) -> None:
                 output += chunk
 
 
-def _end_all() -> None:
+def end_all() -> None:
     """Kill all children and wait until they have ended. Repeat it for the orphans that become children, until none is left.
 
     The client bounds this wait: it kills a guard that does not answer within GUARD_TIMEOUT_S of the program's time.

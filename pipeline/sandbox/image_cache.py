@@ -37,7 +37,7 @@ OWNED = (".", "usr", "etc", "root", "tmp")  # folders whose owner tells whether 
 
 def cache_folder() -> str:
     """Return the cache's folder and make it if it is missing. Raises SandboxError if another user can write there."""
-    folder = os.environ.get(VARIABLE) or f"{tempfile.gettempdir()}/hetstep-images-{os.geteuid()}"
+    folder = os.environ.get(VARIABLE) or f"{tempfile.gettempdir()}/hetstep-images-{linux.outer_user()}"
     try:
         os.makedirs(folder, 0o711, exist_ok=True)
         found = os.lstat(folder)

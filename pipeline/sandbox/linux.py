@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import signal
-import time
 from pathlib import Path
 
 from pipeline.sandbox.file_system import USER
@@ -43,6 +42,15 @@ def prctl(option: int, *arguments: int | object) -> None:
 def die_with_parent() -> None:
     """Let the kernel kill this process when its parent's thread ends. A change of user or capabilities undoes it."""
     prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def outer_user() -> int:
+    """Return this process's user id outside of its user namespace: root of one container is not root of another."""
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        inside, outside, count = map(int, line.split())
+        if inside <= os.geteuid() < inside + count:
+            return outside + os.geteuid() - inside
+    return os.geteuid()
 
 
 def become_nobody() -> None:
@@ -96,11 +104,6 @@ def start_ticks(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[19])
     except (OSError, IndexError):
         return None
-
-
-def now_ticks() -> int:
-    """Return the present time as `start_ticks` does that of a process."""
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def raise_oom_score(score: int) -> None:

@@ -96,6 +96,7 @@ SOCKET_OPTIONS = {
 """Level -> allowed options of setsockopt(2), without sizes of buffers, filters, and protocols above TCP. SOL_SOCKET: REUSEADDR,
 TYPE, ERROR, BROADCAST, KEEPALIVE, LINGER, REUSEPORT, PASSCRED, timeouts; IPPROTO_TCP: NODELAY, CORK, KEEP*, SYNCNT, LINGER2,
 DEFER_ACCEPT, QUICKACK, USER_TIMEOUT, FASTOPEN; IP and IPV6: TOS, TTL, MTU_DISCOVER, RECVERR, V6ONLY."""
+NO_ATTRIBUTES = REFUSE | errno.EOPNOTSUPP  # so that cp and mv go on without
 NO_OPTION = REFUSE | errno.ENOPROTOOPT
 OTHER_THAN_PIPES = 0x2000 | 0x4000  # bits of S_IFCHR, S_IFBLK, S_IFDIR, S_IFSOCK that S_IFIFO and S_IFREG lack
 OF_SENDING = 0x40 | 0x4000 | 0x8000  # MSG_DONTWAIT, MSG_NOSIGNAL, MSG_MORE
@@ -188,6 +189,7 @@ def _container_rules() -> dict[str, list[bytes]]:
         "sendto": [_return(ALLOW)],
         "mknod": [_argument(1), *no_device],
         "mknodat": [_argument(2), *no_device],
+        **{call: [_return(NO_ATTRIBUTES)] for call in ("setxattr", "lsetxattr", "fsetxattr")},
         **{call: [_return(GRANTED)] for call in ("chown", "lchown", "fchown", "fchownat")},
     }
 

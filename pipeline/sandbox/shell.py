@@ -21,7 +21,7 @@ from pipeline.sandbox.container import Container
 from pipeline.sandbox.guard_client import CHUNK, InteractiveProgram
 
 START = "exec 2>&1; if command -v bash >/dev/null; then exec bash --noprofile --norc; else exec sh; fi"
-GRACE_S = 2.0  # for a shell to report a command whose processes were killed
+GRACE_S = 1.0  # for a shell to report a command whose processes were killed
 START_S = 30.0
 
 
@@ -56,9 +56,10 @@ class Shell:
             if self._program is None:
                 self._program = self._container.start(["sh", "-c", START], self._session_s, self._cwd, self._env)
                 _exchange(self._program, "", _BoundedOutput(limits.output_bytes), time.monotonic() + START_S)
-            guard, begun = self._program.guard, linux.now_ticks()
+            guard = self._program.guard
+            before = set(_jobs(guard))
             deadline = time.monotonic() + (limits.wall_s if wall_s is None else wall_s)
-            status, ended_by = _exchange(self._program, command, output, deadline, lambda: _kill_since(guard, begun))
+            status, ended_by = _exchange(self._program, command, output, deadline, lambda: _kill_jobs(guard, before))
             return CommandResult(output.text(), status, ended_by)
         except (TimeoutError, EOFError) as error:
             program, self._program = self._program, None
@@ -133,23 +134,27 @@ def _read(program: InteractiveProgram, mark: str, output: _BoundedOutput, deadli
         pending = pending[max(0, len(pending) - kept) :]
 
 
-def _kill_since(guard: int, ticks: int) -> None:
-    """Kill what the shell below `guard` has started since `ticks` (of linux.start_ticks). Its earlier jobs live on."""
+def _jobs(guard: int) -> list[tuple[int, int | None]]:
+    """Return (id, start time) of the children of the shell below `guard`, and of what they left to the sandbox's process 1."""
+    found: list[int] = []
+    for bubblewrap in processes.children(guard):
+        for first in processes.children(bubblewrap):
+            shell, *orphans = sorted(processes.children(first), key=lambda pid: linux.start_ticks(pid) or 0) or [0]
+            found += [*processes.children(shell), *orphans]
+    return [(pid, linux.start_ticks(pid)) for pid in found]
+
+
+def _kill_jobs(guard: int, kept: set[tuple[int, int | None]]) -> None:
+    """Kill the shell's jobs that are not in `kept`, and what they have started."""
     for _ in range(10):  # until nothing starts meanwhile
-        tops = []
-        for bubblewrap in processes.children(guard):
-            for first in processes.children(bubblewrap):
-                at_first, *orphans = sorted(processes.children(first), key=lambda pid: linux.start_ticks(pid) or 0) or [0]
-                tops += [*processes.children(at_first), *orphans]
-        young = [pid for pid in tops if (linux.start_ticks(pid) or 0) >= ticks]
+        if not (young := [pid for pid, started in _jobs(guard) if (pid, started) not in kept]):
+            return
         for pid in [below for top in young for below in (*processes.descendants(top), top)]:
             with contextlib.suppress(OSError):
                 descriptor = os.pidfd_open(pid)
                 try:
-                    if (linux.start_ticks(pid) or 0) >= ticks:  # and the process is no other one
+                    if pid in processes.descendants(guard):  # else the id is another process's by now
                         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 finally:
                     os.close(descriptor)
-        if not young:
-            return
         time.sleep(0.02)
