@@ -32,6 +32,7 @@ from pipeline.environments.environment import (
     requires_placeholder,
 )
 from pipeline.environments.python_tool import PythonTool
+from pipeline.environments.shell_tool import ShellTool
 from pipeline.environments.tool import Tool, ToolError, ToolSession
 from pipeline.environments.tool_calls import CallFormat, HermesCalls, MarkedCalls, ToolCall
 from pipeline.recipe import user_code
@@ -41,7 +42,11 @@ from pipeline.recipe.values import MISSING, Check, Positive, Text, not_a_kind
 if TYPE_CHECKING:
     from pipeline.types import Prompt
 
-TOOLS: dict[str, type[Calculator] | type[PythonTool]] = {"calculator": Calculator, "python": PythonTool}
+TOOLS: dict[str, type[Calculator] | type[PythonTool] | type[ShellTool]] = {
+    "calculator": Calculator,
+    "python": PythonTool,
+    "shell": ShellTool,
+}
 """Name -> class of each built-in tool. Users' tools are named by dotted paths instead."""
 WORKERS = 16
 CALL_SHARE = 0.9  # share of the remaining time that a call may take; its thread is abandoned when all of that time is over
@@ -64,7 +69,7 @@ class ToolConfig:
     """An entry of the kwarg `tools`."""
 
     kind: Text | None = None
-    """calculator, python, or the dotted path of a class. null: the tool's name."""
+    """calculator, python, shell, or the dotted path of a class. null: the tool's name."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the tool."""
 

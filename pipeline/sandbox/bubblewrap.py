@@ -68,7 +68,7 @@ def container_isolation(node: Isolation, root: str, variables: dict[str, str], c
     """Return the isolation of a container's program. node: the isolation that works on this node.
 
     root: the container's root, in the mount namespace of the process that keeps it, with its /dev. Only its /proc is a mount's
-    target: it is a mount point, which programs cannot replace; in place of other paths they may have put links.
+    target: it is a mount point of each program, which cannot replace it; in place of other paths it may have put links.
     The program keeps one capability, CAP_DAC_OVERRIDE: many images have folders that root itself may not write to.
     """
     options = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--uid", "0", "--gid", "0"]

@@ -66,10 +66,12 @@ class Container:
         asked = {
             "role": "root",
             "image": asdict(read_image(image)),
+            "cache": (cache := image_cache.cache_folder()),
             "scratch_bytes": limits.scratch_bytes,
             "scratch_files": limits.scratch_files,
             "port": endpoint.port if endpoint else None,
         }
+        self._root = f"{cache}/{image_cache.CONTAINER}/root"
         self._control, theirs = socket.socketpair()
         with theirs:
             self._server.fork(asked, theirs.fileno())
@@ -204,8 +206,7 @@ class Container:
         return answer, bytes(received)
 
     def _isolation(self, cwd: str | None, env: Mapping[str, str] | None) -> Isolation:
-        root = f"{image_cache.cache_folder()}/{image_cache.CONTAINER}/root"
-        return container_isolation(self._node, root, {**self.environment, **(env or {})}, cwd or self.workdir)
+        return container_isolation(self._node, self._root, {**self.environment, **(env or {})}, cwd or self.workdir)
 
     def _limits(self, wall_s: float | None) -> ResourceLimits:
         return self.limits if wall_s is None else replace(self.limits, wall_s=wall_s)
@@ -240,14 +241,13 @@ class _Server:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         libraries = {name: value for name in ("LD_LIBRARY_PATH",) if (value := os.environ.get(name))}
-        folders = {name: value for name in (image_cache.VARIABLE, "TMPDIR") if (value := os.environ.get(name))}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", MAIN, str(self.pid), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", **libraries, **folders},
+                env={"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", **libraries},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

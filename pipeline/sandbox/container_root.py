@@ -10,7 +10,6 @@ sandbox's user outside, and the only user inside.
     CACHE/container             the tmpfs
       upper, work               of the overlay
       dev                       mounted on the root's /dev; its shm is thus bounded too
-      proc                      keeps the root's /proc a mount point, which programs can neither rename nor replace by a link
       root                      the overlay
 """
 
@@ -50,14 +49,14 @@ REMEDIES = (
 def keep(asked: dict[str, Any], control: socket.socket) -> None:
     """Build a container's root, answer on `control`, and serve files until it is closed.
 
-    asked: `image`, the fields of an Image; `scratch_bytes` and `scratch_files`; `port`, of the endpoint, or None.
-    The answer is a line of JSON: `environment`, `workdir`; or `error`. A descriptor of this process comes with it, and one of a
-    socket that listens on the port.
+    asked: `image`, the fields of an Image; `cache`, the folder of image_cache.py; `scratch_bytes` and `scratch_files`; `port`, of
+    the endpoint, or None. The answer is a line of JSON: `environment` and `workdir`, or `error`. A descriptor of this process
+    comes with it, and one of a socket that listens on the port.
     """
     try:
         fields = dict(asked["image"])
         image = Image(**{**fields, "layers": [Layer(**layer) for layer in fields["layers"]]})
-        _build(image, asked["scratch_bytes"], asked["scratch_files"])
+        _build(image, asked["cache"], asked["scratch_bytes"], asked["scratch_files"])
         listeners = [] if asked["port"] is None else [_listener(asked["port"])]
         environment = {**_enroot_environment(), **image.environment}
         answer = {"environment": environment, "workdir": image.workdir or "/"}
@@ -73,9 +72,8 @@ def keep(asked: dict[str, Any], control: socket.socket) -> None:
             _serve(json.loads(line), stream)
 
 
-def _build(image: Image, scratch_bytes: int, scratch_files: int) -> None:
+def _build(image: Image, cache: str, scratch_bytes: int, scratch_files: int) -> None:
     """Build the root, and make it this process's root. Raises OSError, ImageError and SandboxError."""
-    cache = image_cache.cache_folder()
     place = f"{cache}/{image_cache.CONTAINER}"
     folders = image_cache.lower_folders(image, cache)
     try:
@@ -86,7 +84,7 @@ def _build(image: Image, scratch_bytes: int, scratch_files: int) -> None:
         options = f"size={scratch_bytes},nr_inodes={scratch_files + 16},mode=755"
         linux.call("mount", "tmpfs", place, "tmpfs", linux.NOSUID | linux.NODEV, options)
         os.chdir(place)
-        for name in ("upper", "work", "dev", "proc", "root"):
+        for name in ("upper", "work", "dev", "root"):
             os.mkdir(name, 0o755)
         os.chmod("upper", stat.S_IMODE(os.stat(f"/proc/self/fd/{lower[0]}").st_mode))
         _mount_overlay(lower)
@@ -96,7 +94,6 @@ def _build(image: Image, scratch_bytes: int, scratch_files: int) -> None:
     for name, mode in FOLDERS.items():
         _check_folder(f"root/{name}", mode, image.path)
     linux.call("mount", "dev", "root/dev", None, linux.BIND | linux.REC, None)
-    linux.call("mount", "proc", "root/proc", None, linux.BIND, None)
     _bring_loopback_up()
     os.chroot("root")
     os.chdir("/")

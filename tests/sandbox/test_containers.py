@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.sandbox import container, image_cache, processes
+from pipeline.sandbox import container, processes
 from pipeline.sandbox.container import Container, Endpoint
 from pipeline.sandbox.image import ImageError, read_image
 from pipeline.sandbox.limits import ResourceLimits, SandboxError
 from pipeline.sandbox.sandbox import Sandbox
 from pipeline.sandbox.shell import Shell
 from tests.sandbox.conftest import unusable
-from tests.sandbox.hosts import can_be_elsewhere, until
-from tests.sandbox.images import entry, layout, make_root, squashed
+from tests.sandbox.hosts import until
+from tests.sandbox.images import entry, layout, squashed
 
 LIMITS = ResourceLimits(wall_s=20.0, memory_bytes=256 << 20, processes=16, scratch_bytes=16 << 20, output_bytes=4000)
 DIRECTORY, LINK, HARD = {"type": b"5", "mode": 0o755}, {"type": b"2"}, {"type": b"1"}
@@ -38,24 +38,18 @@ def sandbox() -> Sandbox:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not can_be_elsewhere():
-        pytest.skip("no Python here to put into an image")
-    return make_root(tmp_path_factory.mktemp("images") / "root")
+def root(image_root: Path) -> Path:
+    return image_root
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("cache")
-    folder.chmod(0o711)
-    for above in folder.parents:
-        if above.stat().st_uid == os.geteuid() and above != Path("/tmp"):
-            above.chmod(above.stat().st_mode | 0o011)  # pytest closes its folders, and containers are another user's for root
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(image_cache.VARIABLE, str(folder))
-        container._servers.clear()
-        yield folder
-    container._servers.clear()
+@pytest.fixture(scope="module")
+def squashfs(root: Path) -> Path:
+    return squashed(root)
+
+
+@pytest.fixture
+def cache(image_folder: Path) -> Path:
+    return image_folder / "cache"
 
 
 def printed(made: Container, script: str, **how) -> str:
@@ -65,9 +59,9 @@ def printed(made: Container, script: str, **how) -> str:
 
 
 @pytest.mark.parametrize("form", ["folder", "squashfs", "oci"])
-def test_each_form_of_image(sandbox: Sandbox, root: Path, tmp_path: Path, form: str):
+def test_each_form_of_image(sandbox: Sandbox, root: Path, request: pytest.FixtureRequest, tmp_path: Path, form: str):
     """Changes are there for the next program of the container, not in the image, and not for another container."""
-    image = {"folder": lambda: root, "squashfs": lambda: squashed(root), "oci": lambda: layout(tmp_path / "oci", root)}[form]()
+    image = root if form == "folder" else request.getfixturevalue("squashfs") if form == "squashfs" else layout(tmp_path, root)
     with sandbox.open(str(image)) as one, sandbox.open(str(image)) as other:
         assert printed(
             one, "id -u; cat /opt/kept/file; rm -r /opt/kept; mkdir /opt/kept; echo x > /usr/new; echo y > /root/y"
@@ -188,19 +182,18 @@ def test_a_process_that_is_killed_while_it_unpacks(sandbox: Sandbox, root: Path,
 
 @pytest.mark.parametrize("lacks", [("squashfuse",), ("squashfuse", "unsquashfs")])
 def test_a_squashfs_file_without_its_tools(
-    sandbox: Sandbox, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: tuple[str, ...]
+    sandbox: Sandbox, squashfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: tuple[str, ...]
 ):
     for name in ("unsquashfs", "rm", "find", "chmod", "chown"):
         if name not in lacks and (path := shutil.which(name)):
             (tmp_path / name).symlink_to(path)
-    image = squashed(root)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(container, "_servers", [])
     if "unsquashfs" in lacks:
         with pytest.raises(SandboxError, match=r"there is no squashfuse.*Try to install squashfuse, or squashfs-tools"):
-            sandbox.open(str(image))
+            sandbox.open(str(squashfs))
     else:
-        with sandbox.open(str(image)) as made:
+        with sandbox.open(str(squashfs)) as made:
             assert printed(made, "cat /opt/kept/file; echo > /usr/new") == "of opt/kept\n"
 
 
@@ -387,13 +380,12 @@ def _left(before: set[str]) -> list[str]:
     return found
 
 
-def test_a_closed_container_leaves_nothing(sandbox: Sandbox, root: Path, cache: Path):
-    image = squashed(root)
-    sandbox.open(str(image)).close()
+def test_a_closed_container_leaves_nothing(sandbox: Sandbox, squashfs: Path, cache: Path):
+    sandbox.open(str(squashfs)).close()
     before, mounts = set(os.listdir("/proc")), Path("/proc/mounts").read_text()
     descriptors, files = len(os.listdir("/proc/self/fd")), sorted(cache.rglob("*/*"))
     for number in range(3):
-        made = sandbox.open(str(image))
+        made = sandbox.open(str(squashfs))
         shell = Shell(made, 60.0)
         shell.run("nohup sleep 60 >/dev/null & echo x > /root/x")
         if number < 2:
