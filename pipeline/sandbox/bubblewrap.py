@@ -7,6 +7,7 @@ By default the root that bubblewrap builds is writable and unbounded in size, so
 
 from __future__ import annotations
 
+import functools
 import platform
 import shutil
 from dataclasses import dataclass
@@ -78,5 +79,9 @@ def container_isolation(node: Isolation, root: str, variables: dict[str, str], c
         options += ["--proc", "/proc", "--remount-ro", "/proc"]
     for name, value in variables.items():
         options += ["--setenv", name, value]
-    filter = filter_for(platform.machine(), in_container=True).hex()
-    return Isolation([node.bubblewrap[0], *options, "--chdir", cwd], filter, variables)
+    return Isolation([node.bubblewrap[0], *options, "--chdir", cwd], _container_filter(), variables)
+
+
+@functools.cache
+def _container_filter() -> str:
+    return filter_for(platform.machine(), in_container=True).hex()

@@ -16,8 +16,10 @@ import signal
 import socket
 import sys
 import threading
+import time
+from pathlib import Path
 
-from pipeline.sandbox import container_root, guard, linux, processes
+from pipeline.sandbox import container_root, guard, linux, processes, squashfs_mount
 from pipeline.sandbox.start import PROGRAM_SCORE
 
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 18, 8
@@ -36,8 +38,8 @@ def main() -> None:
     try:
         _fork_until_the_end(rank, control)
     finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        guard.end_all()
+        while _end_children(set()):
+            time.sleep(0.005)
 
 
 def _fork_until_the_end(rank: int, control: socket.socket) -> None:
@@ -45,11 +47,8 @@ def _fork_until_the_end(rank: int, control: socket.socket) -> None:
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while os.getppid() == rank:
-        children = set(processes.children(os.getpid()))
-        forked &= children
-        for orphan in children - forked:  # of a guard that was killed before its program had begun
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(orphan, signal.SIGKILL)
+        forked &= set(processes.children(os.getpid()))
+        _end_children(forked)  # of a guard that was killed before its program had begun
         if not poll.poll(1e3 * POLL_S):
             continue
         message, descriptors, _, _ = socket.recv_fds(control, MOST_BYTES, MOST_DESCRIPTORS)
@@ -66,6 +65,17 @@ def _fork_until_the_end(rank: int, control: socket.socket) -> None:
             return
 
 
+def _end_children(spared: set[int]) -> bool:
+    """Kill all children but `spared` and those that keep a squashfs mounted. Return whether there were any."""
+    found = False
+    for child in set(processes.children(os.getpid())) - spared:
+        with contextlib.suppress(OSError):  # it ended by itself
+            if Path(f"/proc/{child}/comm").read_bytes().strip() != squashfs_mount.NAME:
+                os.kill(child, signal.SIGKILL)
+                found = True
+    return found
+
+
 def _work(asked: dict, descriptors: list[int], control: socket.socket) -> None:
     """Do what the rank asked for, and end."""
     try:
@@ -75,6 +85,7 @@ def _work(asked: dict, descriptors: list[int], control: socket.socket) -> None:
             os._exit(1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         control.close()
+        gc.disable()
         match asked["role"]:
             case "root":
                 container_root.keep(asked, socket.socket(fileno=descriptors[0]))

@@ -70,6 +70,8 @@ def lower_folders(image: Image, cache: str) -> list[str]:
         if all(os.stat(folder).st_uid == owner for folder in folders):
             return [image.path]
         return [_tree(cache, key, functools.partial(_make, image.path, COPY))]
+    if os.path.isdir(tree := f"{cache}/trees/{key}"):
+        return [tree]
     try:
         squashfs_mount.join(image.path, f"{cache}/locks/{key}", f"{cache}/{SQUASHFS}")
         return [f"{cache}/{SQUASHFS}"]

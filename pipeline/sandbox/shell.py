@@ -20,7 +20,7 @@ from pipeline.sandbox import linux, processes
 from pipeline.sandbox.container import Container
 from pipeline.sandbox.guard_client import CHUNK, InteractiveProgram
 
-START = "exec 2>&1; if command -v bash >/dev/null; then exec bash --noprofile --norc; else exec sh; fi"
+PROGRAMS = (["bash", "--noprofile", "--norc"], ["sh"])
 GRACE_S = 1.0  # for a shell to report a command whose processes were killed
 START_S = 30.0
 
@@ -54,8 +54,7 @@ class Shell:
         output = _BoundedOutput(limits.output_bytes)
         try:
             if self._program is None:
-                self._program = self._container.start(["sh", "-c", START], self._session_s, self._cwd, self._env)
-                _exchange(self._program, "", _BoundedOutput(limits.output_bytes), time.monotonic() + START_S)
+                self._program = self._start()
             guard = self._program.guard
             before = set(_jobs(guard))
             deadline = time.monotonic() + (limits.wall_s if wall_s is None else wall_s)
@@ -63,9 +62,21 @@ class Shell:
             return CommandResult(output.text(), status, ended_by)
         except (TimeoutError, EOFError) as error:
             program, self._program = self._program, None
-            assert program is not None
+            if program is None:
+                return CommandResult(str(error), None, "shell", "exit")
             ended_by = "wall time" if isinstance(error, TimeoutError) else "shell"
             return CommandResult(output.text(), None, ended_by, program.close())
+
+    def _start(self) -> InteractiveProgram:
+        """Start a shell. Raises EOFError if the container has none that works, since a program may have changed it."""
+        for argv in PROGRAMS:
+            program = self._container.start(argv, self._session_s, self._cwd, self._env)
+            try:
+                _exchange(program, "exec 2>&1", _BoundedOutput(1), time.monotonic() + START_S)
+                return program
+            except (TimeoutError, EOFError):
+                program.close()
+        raise EOFError("there is no bash or sh that works")
 
     def close(self) -> None:
         """End the shell and its jobs."""

@@ -22,7 +22,8 @@ from pipeline.sandbox import linux
 from pipeline.sandbox.file_system import USER
 from pipeline.sandbox.limits import SandboxError
 
-PROGRAMS = ("squashfuse_ll", "squashfuse")
+PROGRAMS = ("squashfuse_ll", "squashfuse")  # the first is faster, and takes an owner from version 0.2 on
+NAME = b"squashfs keeper"
 DEVICE = "/dev/fuse"
 LINGER_S = 10.0
 MOUNT_S = 20.0
@@ -34,19 +35,20 @@ def join(image: str, lock: str, folder: str) -> None:
 
     The namespace stays while this process lives. Raises SandboxError if squashfuse does not work here.
     """
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    if program is None:
+    programs = [program for program in map(shutil.which, PROGRAMS) if program]
+    if not programs:
         raise SandboxError("there is no squashfuse")
     if not os.access(DEVICE, os.R_OK | os.W_OK):
         raise SandboxError(f"this user may not use {DEVICE}")
     fcntl.flock(os.open(f"{lock}.users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_SH)  # open until the end
     with open(lock, "a") as starting:
         fcntl.flock(starting, fcntl.LOCK_EX)
-        if (keeper := _running(lock)) is None:
-            _start(program, image, lock, folder)
-            keeper = _running(lock)
-    if keeper is None:
-        raise SandboxError("squashfuse ended at once")
+        reasons: list[str] = []
+        while (keeper := _running(lock)) is None:
+            if not programs:
+                raise SandboxError("; ".join(reasons))
+            program = programs.pop(0)
+            reasons.append(f"{program}: {_start(program, image, lock, folder)}")
     linux.call("setns", keeper, linux.NEWNS if linux.is_root() else linux.NEWUSER | linux.NEWNS)
     os.close(keeper)
 
@@ -65,12 +67,13 @@ def _running(lock: str) -> int | None:
     return None
 
 
-def _start(program: str, image: str, lock: str, folder: str) -> None:
-    """Start the process that keeps the mount, and wait until the file is mounted. Raises SandboxError."""
+def _start(program: str, image: str, lock: str, folder: str) -> str:
+    """Start the process that keeps the mount, wait until the file is mounted, and return what it says."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
             os.setsid()
+            linux.prctl(linux.PR_SET_NAME, NAME)  # before the container server adopts it
             if os.fork() == 0:
                 _keep(program, image, lock, folder, writer)
         finally:
@@ -79,15 +82,13 @@ def _start(program: str, image: str, lock: str, folder: str) -> None:
     os.close(writer)
     answer = os.read(reader, 1000).decode(errors="replace")
     os.close(reader)
-    if answer != "mounted":
-        raise SandboxError(f"{program}: {answer or 'it ended at once'}")
+    return answer or "it ended at once"
 
 
 def _keep(program: str, image: str, lock: str, folder: str, writer: int) -> None:
     """Mount the file, and end when no container uses it. Never returns."""
     try:
         linux.close_all({writer})
-        linux.prctl(linux.PR_SET_NAME, b"squashfs keeper")
         if linux.is_root():
             linux.call("unshare", linux.NEWNS)
         else:

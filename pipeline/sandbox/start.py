@@ -133,7 +133,7 @@ def start_isolated(
     if keeper is not None:
         with contextlib.suppress(BrokenPipeError):  # its reader has been killed: the guard's own end is then not watched
             os.write(keeper, str(init).encode())
-    _limit(init, limits, linux.counts_processes_by_namespace(), container is not None and linux.is_root())
+    _limit(init, limits, linux.counts_processes_by_namespace())
     return StartedProgram(child, init, go, report)
 
 
@@ -192,15 +192,21 @@ def _spawn(argv: list[str], environment: dict[str, str], stdio: tuple[int, int, 
         os._exit(127)
 
 
-def _limit(pid: int, limits: ResourceLimits, count_processes: bool, as_nobody: bool = False) -> None:
+def _limit(pid: int, limits: ResourceLimits, count_processes: bool) -> None:
     """Set the limits of a process and of all that it starts, and give it a cgroup where one is delegated."""
     pairs = linux.resource_limits(limits, count_processes)
+
+    def work() -> None:
+        for number, pair in pairs.items():
+            resource.prlimit(pid, number, pair)
+
     try:
-        if as_nobody:
-            _as_nobody(lambda: [resource.prlimit(pid, number, pair) for number, pair in pairs.items()])
-        else:
-            for number, pair in pairs.items():
-                resource.prlimit(pid, number, pair)
+        try:
+            work()
+        except PermissionError:  # root without CAP_SYS_RESOURCE may not limit nobody's processes, as in some containers
+            if not linux.is_root():
+                raise
+            _as_nobody(work)
     except ProcessLookupError:  # bubblewrap has failed in the meantime, and will report so
         return
     cgroup.join(pid, limits)
