@@ -40,8 +40,8 @@ def unpack_layer(blob: str, tree: str, below: Sequence[str]) -> None:
         if (child := os.fork()) == 0:
             message = b""
             try:
-                linux.die_with_parent()
                 linux.enter_user_namespace(0)
+                linux.die_with_parent()
                 os.chroot(tree)
                 os.chdir("/")
                 os.umask(0)

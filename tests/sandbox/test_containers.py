@@ -180,15 +180,19 @@ def test_a_process_that_is_killed_while_it_unpacks(sandbox: Sandbox, root: Path,
     assert not list((cache / "new").iterdir()) and all((cache / "trees" / key).is_dir() for key in keys)
 
 
+def path_of(folder: Path, *names: str) -> str:
+    """Return a PATH with the named programs and a few that each system has."""
+    for name in (*names, "cp", "rm", "find", "chmod", "chown"):
+        (folder / name).symlink_to(shutil.which(name) or pytest.skip(f"{name} is not installed"))
+    return str(folder)
+
+
 @pytest.mark.parametrize("lacks", [("squashfuse",), ("squashfuse", "unsquashfs")])
 def test_a_squashfs_file_without_its_tools(
     sandbox: Sandbox, squashfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: tuple[str, ...]
 ):
-    for name in ("unsquashfs", "rm", "find", "chmod", "chown"):
-        if name not in lacks and (path := shutil.which(name)):
-            (tmp_path / name).symlink_to(path)
     image = shutil.copy(squashfs, squashfs.parent / f"{len(lacks)}.sqsh")  # not unpacked before
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", path_of(tmp_path, "unsquashfs") if "unsquashfs" not in lacks else path_of(tmp_path))
     monkeypatch.setattr(container, "_servers", [])
     if "unsquashfs" in lacks:
         with pytest.raises(SandboxError, match=r"there is no squashfuse.*Try to install squashfuse, or squashfs-tools"):
@@ -196,6 +200,43 @@ def test_a_squashfs_file_without_its_tools(
     else:
         with sandbox.open(str(image)) as made:
             assert printed(made, "cat /opt/kept/file; echo > /usr/new") == "of opt/kept\n"
+
+
+WITHOUT_OVERLAY = """
+import errno
+from pipeline.sandbox import linux
+real = linux.call
+def without_overlay(name, *arguments):
+    if name == "mount" and "overlay" in arguments:
+        raise OSError(errno.EINVAL, "no overlay for users")
+    return real(name, *arguments)
+linux.call = without_overlay
+"""
+
+
+@pytest.mark.parametrize("has_fuse", [True, False])
+def test_a_kernel_without_overlays_for_users(
+    sandbox: Sandbox, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_fuse: bool
+):
+    """fuse-overlayfs takes its place."""
+    if has_fuse and (shutil.which("fuse-overlayfs") is None or not os.stat("/dev/fuse").st_mode & 0o006):
+        pytest.skip("no fuse-overlayfs here that each user may use")
+    if not has_fuse:
+        monkeypatch.setenv("PATH", path_of(tmp_path))
+    monkeypatch.setattr(container, "_servers", [])
+    monkeypatch.setattr(
+        container,
+        "MAIN",
+        container.MAIN.replace("container_server.main()", f"exec({WITHOUT_OVERLAY!r}); container_server.main()"),
+    )
+    if has_fuse:
+        with sandbox.open(str(root)) as made:
+            script = "rm -r /opt/kept; mkdir /opt/kept; mv /opt/gone /opt/kept; echo x > /usr/new; find /opt; ls -ld /usr/new"
+            assert printed(made, script).startswith("/opt\n/opt/kept\n/opt/kept/gone\n/opt/kept/gone/file\n-rw-r--r-- 1 ")
+            assert made.run(["python3", "-c", "open('/big', 'wb').write(bytes(17 << 20))"]).status != 0
+    else:
+        with pytest.raises(SandboxError, match=r"no overlay for users; and there is no fuse-overlayfs. Try Linux 6.6"):
+            sandbox.open(str(root))
 
 
 @pytest.mark.parametrize(
@@ -293,6 +334,10 @@ def test_sockets_inside(sandbox: Sandbox, root: Path):
     with sandbox.open(str(root)) as made:
         made.write_file("/work/main.py", LOCAL.encode())
         assert printed(made, "cd /work && python3 main.py") == "[1, 2]\n"
+        assert (
+            printed(made, "cat /proc/sys/net/ipv4/tcp_rmem /proc/sys/net/ipv4/tcp_wmem").split()
+            == ["4096", "65536", "131072"] * 2
+        )
         server = made.start(["python3", "-u", "-m", "http.server", "7000", "--bind", "127.0.0.1"], cwd="/opt")
         server.receive_some(100, time.monotonic() + 20)
         ask = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:7000/kept/file').read().decode(), end='')"
