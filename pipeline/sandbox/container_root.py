@@ -49,9 +49,9 @@ REMEDIES = (
 def keep(asked: dict[str, Any], control: socket.socket) -> None:
     """Build a container's root, answer on `control`, and serve files until it is closed.
 
-    asked: `image`, the fields of an Image; `cache`, the folder of image_cache.py; `scratch_bytes`, `scratch_files`; `port` of the
-    endpoint, or None. The answer is a line of JSON, with `environment` and `workdir`, or `error`. With it come descriptors of
-    this process and, with a port, of a socket that listens there.
+    asked: `image`, the fields of an Image; `cache`, the folder of image_cache.py; `scratch_bytes`, `scratch_files`; `port` of
+    the endpoint, or None. The answer is a line of JSON, with `environment` and `workdir`, or `error`. With it come descriptors
+    of this process and, with a port, of a socket that listens there.
     """
     try:
         fields = dict(asked["image"])

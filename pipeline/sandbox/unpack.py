@@ -66,9 +66,7 @@ def unpack_layer(blob: str, tree: str, below: Sequence[str]) -> None:
 @contextlib.contextmanager
 def _decompressed(file: IO[bytes]):
     """Yield the archive as a stream that tarfile reads, which knows gzip and no zstd."""
-    is_zstd = file.read(len(ZSTD)) == ZSTD
-    file.seek(0)
-    if not is_zstd:
+    if os.pread(file.fileno(), len(ZSTD), 0) != ZSTD:
         yield file
         return
     if (program := shutil.which("zstd")) is None:

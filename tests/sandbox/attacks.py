@@ -129,7 +129,7 @@ for attempt, program in attempts.items():
 
 
 def host_of(column: str) -> Host:
-    place = "as a user" if column == IN_IMAGE[0] else column if column in PLACES else "here"
+    place = next((place for place in PLACES if column.endswith(place)), "here")
     return Host(place, "none" if column == COLUMNS[-1] else "auto", column in IN_IMAGE)
 
 

@@ -17,6 +17,7 @@ import pytest
 PYTHON = "/usr/bin/python3"
 """The interpreter of images."""
 PROGRAMS = "bash sh cat chmod chown cp env find grep head id ln ls mkdir mv nohup rm sed seq sleep tar touch true"
+UNUSED = ("test", "__pycache__", "*-packages", "idlelib", "config-*", "pydoc_data", "lib2to3", "unittest", "tkinter")
 LIBRARY = re.compile(r"(?:=> )?(/\S+) \(0x")
 
 
@@ -35,7 +36,7 @@ def make_root(folder: Path) -> Path:
         library,
         folder / library[1:],
         symlinks=True,
-        ignore=shutil.ignore_patterns("test", "__pycache__", "*-packages", "idlelib"),
+        ignore=shutil.ignore_patterns(*UNUSED),
     )
     files = [python, *filter(None, map(shutil.which, PROGRAMS.split()))]
     needed = {
@@ -91,10 +92,19 @@ def layout(folder: Path, *layers: Path | list[tuple[tarfile.TarInfo, bytes | Non
             else:
                 for made, content in layer:
                     archive.addfile(made, None if content is None else io.BytesIO(content))
-        described.append(blob(gzip.compress(raw.getvalue(), 1), "layer.v1.tar+gzip"))
+        described.append(blob(*_compressed(raw.getvalue(), len(described))))
     configuration = blob(json.dumps({"architecture": machine, "os": "linux", "config": config}).encode(), "config.v1+json")
     manifest = blob(json.dumps({"schemaVersion": 2, "config": configuration, "layers": described}).encode(), "manifest.v1+json")
     named = {**manifest, "annotations": {"org.opencontainers.image.ref.name": "latest"}}
     (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [named]}))
     (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
     return folder
+
+
+def _compressed(content: bytes, number: int) -> tuple[bytes, str]:
+    """Return a layer's bytes and the end of its media type: the first as it is, then by gzip, then by zstd."""
+    if number == 0:
+        return content, "layer.v1.tar"
+    if number == 1 or shutil.which("zstd") is None:
+        return gzip.compress(content, 1), "layer.v1.tar+gzip"
+    return subprocess.run(["zstd", "-qc"], input=content, capture_output=True, check=True).stdout, "layer.v1.tar+zstd"

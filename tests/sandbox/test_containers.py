@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.sandbox import container, processes
+from pipeline.sandbox import container, image_cache, processes
 from pipeline.sandbox.container import Container, Endpoint
 from pipeline.sandbox.image import ImageError, read_image
 from pipeline.sandbox.limits import ResourceLimits, SandboxError
@@ -58,7 +58,7 @@ def printed(made: Container, script: str, **how) -> str:
     return ran.stdout.decode()
 
 
-@pytest.mark.parametrize("form", ["folder", "squashfs", "oci"])
+@pytest.mark.parametrize("form", ["folder", "squashfs", pytest.param("oci", marks=pytest.mark.full)])
 def test_each_form_of_image(sandbox: Sandbox, root: Path, request: pytest.FixtureRequest, tmp_path: Path, form: str):
     """Changes are there for the next program of the container, not in the image, and not for another container."""
     image = root if form == "folder" else request.getfixturevalue("squashfs") if form == "squashfs" else layout(tmp_path, root)
@@ -162,8 +162,12 @@ def test_layers_replace_and_remove_files_of_those_below(sandbox: Sandbox, root: 
     assert not list(outside.iterdir()) and not Path("/escaped").exists() and not Path("/absolute").exists()
 
 
-def test_a_process_that_is_killed_while_it_unpacks(sandbox: Sandbox, root: Path, tmp_path: Path, cache: Path):
+def test_a_process_that_is_killed_while_it_unpacks(
+    sandbox: Sandbox, root: Path, tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The next one begins anew; several at once unpack each layer once."""
+    cache = image_folder / "another-cache"
+    monkeypatch.setenv(image_cache.VARIABLE, str(cache))
     image = layout(tmp_path / "oci", root, [entry("second", b"")])
     keys = [layer.key for layer in read_image(str(image)).layers]
     script = f"from pipeline.sandbox.sandbox import Sandbox, ResourceLimits\nSandbox(ResourceLimits()).open({str(image)!r})"
@@ -350,7 +354,7 @@ def test_sockets_inside(sandbox: Sandbox, root: Path):
 BOMB = "i=0; while [ $i -lt 25 ]; do sleep 50 & i=$((i+1)); done; wait"
 
 
-@pytest.fixture(params=["bash", "sh"])
+@pytest.fixture(params=["bash", pytest.param("sh", marks=pytest.mark.full)])
 def shell(request: pytest.FixtureRequest, sandbox: Sandbox, root: Path) -> Iterator[Shell]:
     with sandbox.open(str(root)) as made:
         if request.param == "sh":
@@ -453,7 +457,7 @@ time.sleep(300)
 """
 
 
-@pytest.mark.parametrize("killed", ["rank", "server", "guard"])
+@pytest.mark.parametrize("killed", ["rank", "server", pytest.param("guard", marks=pytest.mark.full)])
 def test_nothing_outlives_a_rank(sandbox: Sandbox, root: Path, killed: str):
     rank = subprocess.Popen([sys.executable, "-c", RANK, str(root)], cwd=Path(__file__).parents[2], stdout=-1, stderr=-3)
     try:
