@@ -17,7 +17,7 @@ from launch.executors.components import components
 from launch.executors.containers.runtime import ContainerRuntime
 from launch.executors.containers.runtimes import RUNTIMES
 from launch.executors.executor import ROOT
-from launch.preflight import model_readings, user_imports
+from launch.preflight import installed, model_readings, user_imports
 from launch.preflight.input_files import datasets_cache
 from launch.recipes.model_files import is_inside, is_local, model_folder
 from pipeline import config
@@ -244,6 +244,10 @@ def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike]) -> Iterato
         yield RequiredPath("the key of checkpointing.encryption.key_file", Path(key))
     if name == "train":
         yield from _data_paths(recipe)
+    if name == "generate":
+        for key, image in installed.images(recipe).items():
+            folder = image if os.path.exists(image) else image.rpartition(":")[0]  # FOLDER:TAG of an OCI layout
+            yield RequiredPath(f"the image of {key}", Path(folder or image))
     for code in user_imports.code_references(recipe):
         if code.component == name and (folder := user_imports.folder_of(code, recipe)):
             yield RequiredPath(f"the module of {code.key}", folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Iterator
 
 from launch.executors.containers import runtime
@@ -28,10 +29,12 @@ from pipeline.config import (
 from pipeline.config.environments import AnswerScorer, kind_class, scorers
 from pipeline.config.schema import TRACKERS
 from pipeline.environments.python_tool import SandboxArguments
+from pipeline.environments.shell_tool import ShellArguments
 from pipeline.environments.tools import TOOLS, ToolsArguments, read_tool_kwargs, read_tools
 from pipeline.models.config_values import MULTIMODAL
 from pipeline.node import c_compiler
 from pipeline.sandbox import sandbox
+from pipeline.sandbox.image import ImageError, read_image
 from pipeline.sandbox.limits import SandboxError
 from pipeline.seams import extras
 
@@ -124,8 +127,13 @@ def sandbox_problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterato
     """
     if not generates(recipe):
         return
-    every = (scorer for name, environment in recipe.env.items() for scorer in scorers(name, environment))
-    sandboxes = dict(pair for scorer in every for pair in _sandboxes(scorer))
+    sandboxes = sandboxes_of(recipe)
+    for key, image in images(recipe).items():
+        try:
+            read_image(image)
+        except ImageError as error:
+            code = "bad-format" if os.path.exists(image) else "file-not-found"
+            yield Problem(key, code, str(error).removeprefix("image: "))
     isolated = {key: arguments for key, arguments in sandboxes.items() if arguments.sandbox in ("auto", "bubblewrap")}
     for key in sorted(set(sandboxes) - set(isolated)):
         if sandboxes[key].sandbox == "none":
@@ -144,6 +152,18 @@ def sandbox_problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterato
             sandbox.choose(arguments.sandbox, tuple(arguments.readable))
         except SandboxError as error:
             yield Problem(f"{key}.sandbox", "unsupported", str(error))
+
+
+def sandboxes_of(recipe: Recipe) -> dict[str, SandboxArguments]:
+    """Return key -> kwargs of each environment or tool that runs programs."""
+    every = (scorer for name, environment in recipe.env.items() for scorer in scorers(name, environment))
+    return dict(pair for scorer in every for pair in _sandboxes(scorer))
+
+
+def images(recipe: Recipe) -> dict[str, str]:
+    """Return key -> path of each image in whose containers programs run."""
+    sandboxes = sandboxes_of(recipe).items()
+    return {f"{key}.image": arguments.image for key, arguments in sandboxes if isinstance(arguments, ShellArguments)}
 
 
 def _sandboxes(scorer: AnswerScorer) -> Iterator[tuple[str, SandboxArguments]]:

@@ -225,9 +225,12 @@ def judging_scorers(environments: Environments, name: str | None) -> list[Answer
 
 
 def reads_columns(environments: Environments, name: str | None) -> bool:
-    """Return whether what scores an environment's answers may read a record's columns: user code, or a judge."""
+    """Return whether what scores an environment's answers may read a record's columns: user code, an agent, or a judge."""
     return any(
-        scorer.kind not in KINDS or "columns" in scorer.kwargs or "reference" in scorer.kwargs
+        scorer.kind not in KINDS
+        or hasattr(kind_class(scorer.kind), "play")
+        or "columns" in scorer.kwargs
+        or "reference" in scorer.kwargs
         for scorer in judging_scorers(environments, name)
     )
 

@@ -27,7 +27,8 @@ SLIPS = 0.25
 def tasks(split: str, size: int, seed: int, mistakes: float = 0.0) -> list[dict[str, Any]]:
     """Return `size` tasks, drawn with replacement, each with a demonstration.
 
-        {"messages": [{"role": "user", "content": "b=a+1"}, {"role": "assistant", "content": "cat a"},
+        {"input": "b=a+1",
+         "messages": [{"role": "user", "content": "b=a+1"}, {"role": "assistant", "content": "cat a"},
                       {"role": "user", "content": "17"}, {"role": "assistant", "content": "echo 18>b"}],
          "files": {"a": "17"}, "answer": "b=18"}
 
@@ -54,7 +55,7 @@ def tasks(split: str, size: int, seed: int, mistakes: float = 0.0) -> list[dict[
         if kind == "next":
             messages += [{"role": "assistant", "content": f"cat {source}"}, {"role": "user", "content": says}]
         messages.append({"role": "assistant", "content": last})
-        records.append({"messages": messages, "files": files, "answer": f"{goal}={said}"})
+        records.append({"input": asked, "messages": messages, "files": files, "answer": f"{goal}={said}"})
     return records
 
 

@@ -12,7 +12,7 @@
     reward_model    scores the answer with a reward model
     sliding_puzzle  a game of several turns
     tools, tool     episodes with tool calls; the Tool protocol, and JSON schemas of tools
-    calculator, python_tool    built-in tools
+    calculator, python_tool, shell_tool    built-in tools
     verifiers, verifiers_bridge    tasksets of the `verifiers` package
 
 To add one, derive from `environment.BuiltinEnvironment` and add a line to KINDS in `pipeline/config/environments.py`.

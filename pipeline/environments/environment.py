@@ -54,6 +54,8 @@ class Outcome:
     extracted: str = ""  # the text's answer in a normal form, the same for equal answers; "": none
     notes: dict[str, str] = field(default_factory=dict)  # texts that the run's rollouts show beside the answer
     malformed: bool = False  # the turn cannot be used, as with a malformed tool call; the loss can mask or penalize it
+    of_turns: tuple[float, ...] = ()
+    """The rewards of each turn of an agent's last conversation, whose sum is `reward`. (): the last turn has it all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ class PythonAgentArguments:
     """The kwargs of `kind: python_agent`."""
 
     function: Text = MISSING
-    """Dotted path of the function, or FILE.py:NAME: async (client, task, ...) -> a reward, {reward, metrics} or an Outcome."""
+    """Dotted path of the function, or FILE.py:NAME: async (client, task, ...) -> a reward, {reward or rewards, metrics}, or an
+    Outcome. `rewards` are those of the turns of its last conversation, in order."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function."""
 
@@ -67,8 +68,9 @@ class PythonAgent(AgentEnvironment):
             result = await self._function(client, dict(prompt.task), **self._kwargs)
         if isinstance(result, Outcome):
             return result
-        if isinstance(result, Mapping) and "reward" in result:
-            return Outcome(float(result["reward"]), dict(result.get("metrics") or {}))
+        if isinstance(result, Mapping) and result.keys() & {"reward", "rewards"}:
+            of_turns = tuple(map(float, result.get("rewards") or ()))
+            return Outcome(float(result.get("reward", sum(of_turns))), dict(result.get("metrics") or {}), of_turns=of_turns)
         if isinstance(result, int | float):
             return Outcome(float(result))
         raise TypeError(f"it returned a {type(result).__name__}; expected {REWARDS}, a mapping with `reward`, or an Outcome")

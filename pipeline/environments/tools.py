@@ -34,6 +34,7 @@ from pipeline.environments.environment import (
     requires_placeholder,
 )
 from pipeline.environments.python_tool import PythonTool
+from pipeline.environments.shell_tool import ShellTool
 from pipeline.environments.tool import MalformedCall, Tool, ToolError, ToolSession, check_arguments, function_schema
 from pipeline.recipe import user_code
 from pipeline.recipe.problems import Problem
@@ -42,7 +43,11 @@ from pipeline.recipe.values import MISSING, Bool, Check, Positive, Text, not_a_k
 if TYPE_CHECKING:
     from pipeline.types import Prompt
 
-TOOLS: dict[str, type[Calculator] | type[PythonTool]] = {"calculator": Calculator, "python": PythonTool}
+TOOLS: dict[str, type[Calculator] | type[PythonTool] | type[ShellTool]] = {
+    "calculator": Calculator,
+    "python": PythonTool,
+    "shell": ShellTool,
+}
 """Name -> class of each built-in tool. Users' tools are named by dotted paths instead."""
 WORKERS = 16
 CALL_SHARE = 0.9  # share of the remaining time that a call may take; its thread is abandoned when all of that time is over
@@ -66,7 +71,7 @@ class ToolConfig:
     """An entry of the kwarg `tools`."""
 
     kind: Text | None = None
-    """calculator, python, or the dotted path of a class. null: the tool's name."""
+    """calculator, python, shell, or the dotted path of a class. null: the tool's name."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the tool."""
 

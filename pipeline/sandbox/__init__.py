@@ -14,9 +14,16 @@
     processes     CPU time and memory of a tree of processes
     interpreter   the Python interpreter that a tool session runs inside the sandbox
 
+    container         Container: the root of one episode, made from an image, in which programs run one after another
+    shell             a shell in a container that lives across commands
+    image             what an image is: squashfs, folder or OCI layout
+    image_cache, unpack, squashfs_mount    what lies below a container's root: unpacked or mounted once on a node
+    container_root    builds a container's root, and moves files in and out
+    container_server  forks the processes that containers need
+
 Start with `sandbox.py`. README.md states the guarantees and their limits, ATTACKS.md lists the attacks that were tried.
 
 Each program gets its own guard process, so guards import little, and only from the standard library.
 
-Leaves out: programs that need a network, a GPU or a terminal, and programs on more than one machine.
+Leaves out: programs that need the Internet, a GPU or a terminal, and programs on more than one machine.
 """

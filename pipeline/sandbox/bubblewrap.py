@@ -7,6 +7,7 @@ By default the root that bubblewrap builds is writable and unbounded in size, so
 
 from __future__ import annotations
 
+import functools
 import platform
 import shutil
 from dataclasses import dataclass
@@ -62,3 +63,25 @@ def isolation(path: str, view: FileSystemView, has_proc: bool) -> Isolation:
         options += ["--setenv", name, value]
     options += ["--remount-ro", "/", "--chdir", SCRATCH]
     return Isolation([path, *options], filter_for(platform.machine()).hex(), variables)
+
+
+def container_isolation(node: Isolation, root: str, variables: dict[str, str], cwd: str) -> Isolation:
+    """Return the isolation of a container's program. node: the isolation that works on this node.
+
+    root: the container's root, in the mount namespace of the process that keeps it, with its /dev. Only its /proc is a mount's
+    target: it is a mount point of each program, which cannot replace it; in place of other paths it may have put links.
+    The program keeps one capability, CAP_DAC_OVERRIDE: many images have folders that root itself may not write to.
+    """
+    options = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--uid", "0", "--gid", "0"]
+    options += ["--cap-drop", "ALL", "--cap-add", "CAP_DAC_OVERRIDE"]
+    options += ["--hostname", "sandbox", "--new-session", "--die-with-parent", "--dev-bind", root, "/"]
+    if "--proc" in node.bubblewrap:
+        options += ["--proc", "/proc", "--remount-ro", "/proc"]
+    for name, value in variables.items():
+        options += ["--setenv", name, value]
+    return Isolation([node.bubblewrap[0], *options, "--chdir", cwd], _container_filter(), variables)
+
+
+@functools.cache
+def _container_filter() -> str:
+    return filter_for(platform.machine(), in_container=True).hex()

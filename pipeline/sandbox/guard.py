@@ -30,6 +30,8 @@ from pipeline.sandbox.start import StartedProgram
 TICK_S = 0.02  # between two samples of resource usage
 IDLE_TICK_S = 0.5  # at most, for an interactive program that uses nothing
 CHUNK = 1 << 16
+NO_PROGRAM, NOT_STARTED = 127, ("bwrap: execvp ", "bwrap: Can't chdir to ")
+"""Status of a program that a container lacks, as a shell reports it, and what bubblewrap then says."""
 QUIET = [(os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_WRONLY, 0) for descriptor in (1, 2)]
 PAGE = os.sysconf("SC_PAGE_SIZE")  # a file takes whole pages
 
@@ -49,7 +51,7 @@ def main() -> None:
     except SandboxError as error:
         answer, outputs = {"error": str(error)}, []
     finally:
-        _end_all()
+        end_all()
         cgroup.remove()
         if folder:
             _remove(folder)
@@ -63,8 +65,12 @@ def _run(request: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank
     if sum(-(-len(content) // PAGE) * PAGE for content in files.values()) > limits.scratch_bytes:
         return {"status": -signal.SIGKILL, "ended_by": "memory", "seconds": 0.0}, [b"", b""]
     outputs: dict[int, bytearray] = {}
-    if pipes:
+    container = request["container"]
+    if pipes and container is None:
         stdio = (*pipes, os.open(os.devnull, os.O_WRONLY))
+    elif pipes:
+        err, err_writer = os.pipe()
+        stdio, outputs = (*pipes, err_writer), {err: bytearray()}
     else:
         (out, out_writer), (err, err_writer) = os.pipe(), os.pipe()
         stdio, outputs = (start.sealed_file("stdin", stdin), out_writer, err_writer), {out: bytearray(), err: bytearray()}
@@ -77,10 +83,10 @@ def _run(request: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank
             started = start.start_free(request["argv"], files, stdio, limits, request["environment"], folder)
         else:
             rules = bytes.fromhex(request["filter"])
-            started = start.start_isolated(request["bubblewrap"], rules, request["argv"], files, stdio, limits)
+            started = start.start_isolated(request["bubblewrap"], rules, request["argv"], files, stdio, limits, container)
         for descriptor in stdio:
             os.close(descriptor)
-        watch = _Watch(started, limits, outputs, rank, bool(pipes))
+        watch = _Watch(started, limits, outputs, rank, bool(pipes), container is not None)
         begun = time.monotonic()
         with contextlib.suppress(BrokenPipeError):  # bubblewrap has failed, which `wait` notices
             os.write(started.go, b"1")
@@ -89,14 +95,22 @@ def _run(request: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank
     except SandboxError as error:
         _drain(outputs, limits.output_bytes)
         last_line = b"".join(outputs.values()).decode(errors="replace").strip().splitlines()[-1:]
+        if container is not None and "".join(last_line).startswith(NOT_STARTED):  # an earlier program may have removed it
+            return {"status": NO_PROGRAM, "ended_by": "exit", "seconds": 0.0}, [
+                b"",
+                last_line[0].removeprefix("bwrap: ").encode(),
+            ]
         raise SandboxError(": ".join([str(error), *last_line])) from None
-    _end_all()
+    end_all()
     if cgroup.ran_out_of_memory():
         status, cause = -signal.SIGKILL, "memory"
     _drain(outputs, limits.output_bytes)
     written = [bytes(output) for output in outputs.values()]
     if sum(map(len, written)) > limits.output_bytes:
-        written = [written[0][: limits.output_bytes], written[1][: max(0, limits.output_bytes - len(written[0]))]]
+        written = [
+            written[0][: limits.output_bytes],
+            *(more[: max(0, limits.output_bytes - len(written[0]))] for more in written[1:]),
+        ]
         cause = "output" if cause == "exit" else cause
     return {"status": status, "ended_by": cause, "seconds": seconds}, written
 
@@ -109,7 +123,7 @@ def _drain(outputs: dict[int, bytearray], most: int) -> None:
                 output += chunk
 
 
-def _end_all() -> None:
+def end_all() -> None:
     """Kill all children and wait until they have ended. Repeat it for the orphans that become children, until none is left.
 
     The client bounds this wait: it kills a guard that does not answer within GUARD_TIMEOUT_S of the program's time.
@@ -142,8 +156,16 @@ class _Watch:
     """Waits for the end of a program and enforces its limits. outputs: descriptor -> bytes read, which this class fills."""
 
     def __init__(
-        self, started: StartedProgram, limits: ResourceLimits, outputs: dict[int, bytearray], rank: int, interactive: bool
+        self,
+        started: StartedProgram,
+        limits: ResourceLimits,
+        outputs: dict[int, bytearray],
+        rank: int,
+        interactive: bool,
+        bounded: bool = False,
     ) -> None:
+        """bounded: the kernel bounds the number of files."""
+        self._bounded = bounded
         self._started, self._limits, self._outputs, self._rank = started, limits, outputs, rank
         self._control, self._closed = sys.stdin.fileno() if interactive else None, False
         self._ends, ends_writer = os.pipe()  # gets a byte when a child ends
@@ -208,7 +230,7 @@ class _Watch:
             return "memory"
         if used.cpu_s > limits.cpu_s:
             return "cpu time"
-        return "memory" if self._files() > limits.scratch_files else None
+        return "memory" if not self._bounded and self._files() > limits.scratch_files else None
 
     def _files(self) -> int:
         """Return the number of files in bubblewrap's scratch folder; 0 until that is there, and without isolation."""

@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
+from typing import IO, Any, Protocol
 
 from pipeline.sandbox.bubblewrap import Isolation
 from pipeline.sandbox.limits import GuardError, ProgramResult, ResourceLimits, SandboxError
@@ -27,13 +28,61 @@ GUARD_TIMEOUT_S = 60.0
 """Time for a guard to start and to end, on a node that is very busy."""
 
 
-def run(isolation: Isolation, limits: ResourceLimits, argv: list[str], files: dict[str, bytes], stdin: bytes) -> ProgramResult:
-    """Run a program to its end. Raises SandboxError if the guard fails, but never because of the program's behaviour."""
+class GuardProcess(Protocol):
+    """What is used of a guard's process; of a subprocess.Popen or of one that another process has forked."""
+
+    pid: int
+    stdin: IO[bytes] | None
+    returncode: int | Any
+
+    def communicate(self, input: bytes | None = None, timeout: float | None = None) -> tuple[bytes, bytes]:
+        """Write to the process's stdin, close it, and return what it wrote to stdout and stderr until its end."""
+        ...
+
+    def kill(self) -> None:
+        """Kill the process."""
+        ...
+
+
+StartGuard = Callable[[tuple[int, ...]], tuple[GuardProcess, list[int]]]
+"""Starts a guard that inherits descriptors of this process. Returns it, and the numbers of the descriptors there."""
+
+
+def start_guard(inherited: tuple[int, ...]) -> tuple[GuardProcess, list[int]]:
+    """Start a guard as a child of this process."""
+    libraries = {name: value for name in ("LD_LIBRARY_PATH",) if (value := os.environ.get(name))}  # of the interpreter
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", MAIN, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if inherited else subprocess.PIPE,  # nobody reads that of an interactive program
+        env={"PATH": os.defpath, "LANG": "C.UTF-8"} | libraries,
+        pass_fds=inherited,
+        start_new_session=True,  # signals of a terminal or a batch system to the ranks do not reach it
+    )
+    return process, list(inherited)
+
+
+def run(
+    isolation: Isolation,
+    limits: ResourceLimits,
+    argv: list[str],
+    files: dict[str, bytes],
+    stdin: bytes,
+    start: StartGuard | None = None,
+    container: int | None = None,
+) -> ProgramResult:
+    """Run a program to its end. Raises SandboxError if the guard fails, but never because of the program's behaviour.
+
+    container: a descriptor of the process that keeps the root of the program's container; None: it has a scratch folder.
+    """
     timeout_s = limits.wall_s + GUARD_TIMEOUT_S
     with _start_errors():
-        process, begun = _start(()), time.monotonic()
+        process, numbers = (start or start_guard)(() if container is None else (container,))
+        begun = time.monotonic()
+    request = _request(isolation, limits, argv, files, stdin, [], numbers[0] if numbers else None)
     try:
-        out, err = process.communicate(_request(isolation, limits, argv, files, stdin, []), timeout_s)
+        out, err = process.communicate(request, timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
@@ -59,7 +108,15 @@ class InteractiveProgram:
     process ends it too, since its guard notices.
     """
 
-    def __init__(self, isolation: Isolation, limits: ResourceLimits, argv: list[str], files: dict[str, bytes]) -> None:
+    def __init__(
+        self,
+        isolation: Isolation,
+        limits: ResourceLimits,
+        argv: list[str],
+        files: dict[str, bytes],
+        start: StartGuard | None = None,
+        container: int | None = None,
+    ) -> None:
         with _start_errors(), contextlib.ExitStack() as guards_ends, contextlib.ExitStack() as own_ends:
             stdin_reader, self._stdin = os.pipe()
             guards_ends.callback(os.close, stdin_reader)
@@ -67,16 +124,18 @@ class InteractiveProgram:
             self._stdout, stdout_writer = os.pipe()
             guards_ends.callback(os.close, stdout_writer)
             own_ends.callback(os.close, self._stdout)
-            process = _start((stdin_reader, stdout_writer))
+            inherited = (stdin_reader, stdout_writer, *(() if container is None else (container,)))
+            process, numbers = (start or start_guard)(inherited)
             own_ends.pop_all()  # the guard runs, so this process keeps its ends
         for descriptor in (self._stdin, self._stdout):  # the program can also fill its stdin and read its stdout
             os.set_blocking(descriptor, False)
         assert process.stdin is not None
         self._process, self._control = process, process.stdin
+        self.guard = process.pid
         self._finalizer = weakref.finalize(self, _end_later, _ending_guards(), process, (self._stdin, self._stdout))
         self._finalizer.atexit = False
         try:
-            self._control.write(_request(isolation, limits, argv, files, b"", [stdin_reader, stdout_writer]))
+            self._control.write(_request(isolation, limits, argv, files, b"", numbers[:2], *numbers[2:]))
             self._control.flush()
         except BrokenPipeError:
             self.close()
@@ -106,15 +165,20 @@ class InteractiveProgram:
         """Read exactly `size` bytes from the program's stdout. Raises the same errors as `send`."""
         received = bytearray()
         while len(received) < size:
+            received += self.receive_some(size - len(received), deadline)
+        return bytes(received)
+
+    def receive_some(self, most: int, deadline: float) -> bytes:
+        """Read at least one byte and at most `most` from the program's stdout. Raises the same errors as `send`."""
+        while True:
             _wait(self._stdout, select.POLLIN, deadline)
             try:
-                chunk = os.read(self._stdout, min(CHUNK, size - len(received)))
+                chunk = os.read(self._stdout, min(CHUNK, most))
             except BlockingIOError:
                 continue
             if not chunk:
                 raise EOFError("the program has ended")
-            received += chunk
-        return bytes(received)
+            return chunk
 
     def close(self) -> str:
         """End the program, wait until nothing of it is left, and return its `ProgramResult.ended_by`, or "closed".
@@ -135,9 +199,9 @@ def _wait(descriptor: int, event: int, deadline: float) -> None:
 
 
 @functools.cache
-def _ending_guards() -> queue.SimpleQueue[subprocess.Popen]:
+def _ending_guards() -> queue.SimpleQueue[GuardProcess]:
     """Return the queue of guards that are about to end, and start the thread that waits for them."""
-    ending: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
+    ending: queue.SimpleQueue[GuardProcess] = queue.SimpleQueue()
 
     def work() -> None:
         while True:
@@ -148,13 +212,13 @@ def _ending_guards() -> queue.SimpleQueue[subprocess.Popen]:
     return ending
 
 
-def _end_later(ending: queue.SimpleQueue, process: subprocess.Popen, descriptors: tuple[int, ...]) -> None:
+def _end_later(ending: queue.SimpleQueue, process: GuardProcess, descriptors: tuple[int, ...]) -> None:
     """End a guard without waiting. Takes no lock, since the garbage collector may call this anywhere."""
     _signal_end(process, descriptors)
     ending.put(process)
 
 
-def _signal_end(process: subprocess.Popen, descriptors: tuple[int, ...]) -> None:
+def _signal_end(process: GuardProcess, descriptors: tuple[int, ...]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
     assert process.stdin is not None
@@ -163,7 +227,7 @@ def _signal_end(process: subprocess.Popen, descriptors: tuple[int, ...]) -> None
     process.stdin = None  # else `communicate` writes to it
 
 
-def _wait_for_end(process: subprocess.Popen) -> str:
+def _wait_for_end(process: GuardProcess) -> str:
     try:
         out, _ = process.communicate(timeout=GUARD_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -187,25 +251,18 @@ def _start_errors() -> Iterator[None]:
         raise SandboxError(f"sandbox: the guard process cannot be started: {error}") from error
 
 
-def _start(inherited: tuple[int, ...]) -> subprocess.Popen:
-    libraries = {name: value for name in ("LD_LIBRARY_PATH",) if (value := os.environ.get(name))}  # of the interpreter
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", MAIN, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL if inherited else subprocess.PIPE,  # nobody reads that of an interactive program
-        env={"PATH": os.defpath, "LANG": "C.UTF-8"} | libraries,
-        pass_fds=inherited,
-        start_new_session=True,  # signals of a terminal or a batch system to the ranks do not reach it
-    )
-
-
 def _request(
-    isolation: Isolation, limits: ResourceLimits, argv: list[str], files: dict[str, bytes], stdin: bytes, pipes: list[int]
+    isolation: Isolation,
+    limits: ResourceLimits,
+    argv: list[str],
+    files: dict[str, bytes],
+    stdin: bytes,
+    pipes: list[int],
+    container: int | None = None,
 ) -> bytes:
     """Return the guard's input: a line of JSON and the contents of the files and of stdin.
 
-    pipes: descriptors of an interactive program's stdin and stdout; empty for others.
+    pipes: the guard's descriptors of an interactive program's stdin and stdout; empty for others. container: see `run`.
     """
     for name in files:
         path = PurePosixPath(name)
@@ -216,6 +273,7 @@ def _request(
         "files": {name: len(content) for name, content in files.items()},
         "stdin": len(stdin),
         "pipes": pipes,
+        "container": container,
         "limits": asdict(limits),
         **asdict(isolation),
     }

@@ -9,10 +9,13 @@ import resource
 import signal
 from pathlib import Path
 
+from pipeline.sandbox.file_system import USER
 from pipeline.sandbox.limits import ResourceLimits
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
-PR_SET_CHILD_SUBREAPER, PR_SET_THP_DISABLE = 36, 41
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_THP_DISABLE = 4, 36, 41
+NEWNS, NEWUSER, NEWNET = 0x00020000, 0x10000000, 0x40000000  # CLONE_* of linux/sched.h
+RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18  # MS_* of mount(2)
 
 MAX_PENDING_SIGNALS = 64
 """Pending signals and timers of a program, at most. The system's limit for a user covers all programs of the user together."""
@@ -39,6 +42,68 @@ def prctl(option: int, *arguments: int | object) -> None:
 def die_with_parent() -> None:
     """Let the kernel kill this process when its parent's thread ends. A change of user or capabilities undoes it."""
     prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def outer_user() -> int:
+    """Return this process's user id outside of its user namespace: root of one container is not root of another."""
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        inside, outside, count = map(int, line.split())
+        if inside <= os.geteuid() < inside + count:
+            return outside + os.geteuid() - inside
+    return os.geteuid()
+
+
+def become_nobody() -> None:
+    """Give up the rights of root of the machine, if this process has them."""
+    if is_root():
+        os.setgroups([])
+        os.setresgid(USER, USER, USER)
+        os.setresuid(USER, USER, USER)
+        prctl(PR_SET_DUMPABLE, 1)  # else its files in /proc are root's
+
+
+def enter_user_namespace(kinds: int) -> None:
+    """Enter a new user namespace as its root, where no other user exists, and new namespaces of other kinds (CLONE_*)."""
+    become_nobody()
+    user, group = os.geteuid(), os.getegid()
+    call("unshare", NEWUSER | kinds)
+    prctl(PR_SET_DUMPABLE, 1)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1\n")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1\n")
+
+
+def make_mounts_private() -> None:
+    """Let no mount of this process's mount namespace reach another one."""
+    call("mount", "none", "/", None, REC | PRIVATE, None)
+
+
+def protect_device(path: str, target: str) -> None:
+    """Mount a device file on a file, read-only: its content stays writable, its mode does not."""
+    call("mount", path, target, None, BIND, None)
+    call("mount", "none", target, None, REMOUNT | BIND | RDONLY | NOSUID | NOEXEC, None)
+
+
+def close_all(kept: set[int]) -> None:
+    """Close all descriptors but those in `kept`, and lead the standard ones to /dev/null."""
+    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - kept:
+        try:
+            os.close(descriptor)
+        except OSError:
+            pass  # that of the listing
+    for number in range(3):
+        nothing = os.open(os.devnull, os.O_RDWR)
+        if nothing != number:
+            os.dup2(nothing, number)
+            os.close(nothing)
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks after the machine's start; None if it does not exist."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[19])
+    except (OSError, IndexError):
+        return None
 
 
 def raise_oom_score(score: int) -> None:

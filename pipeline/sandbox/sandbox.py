@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from pipeline.sandbox import bubblewrap, cgroup, guard_client
 from pipeline.sandbox.bubblewrap import Isolation
+from pipeline.sandbox.container import Container, Endpoint
 from pipeline.sandbox.file_system import environment, file_system_view, python
 from pipeline.sandbox.guard_client import InteractiveProgram
 from pipeline.sandbox.library_path import library_folders
@@ -114,6 +115,15 @@ class Sandbox:
     def start(self, argv: list[str], files: dict[str, bytes] | None = None, wall_s: float | None = None) -> InteractiveProgram:
         """Start an interactive program. Takes the same arguments as `run`; discards its stderr."""
         return InteractiveProgram(self._isolation, self._limits(wall_s), argv, files or {})
+
+    def open(self, image: str, endpoint: Endpoint | None = None) -> Container:
+        """Return a new container of an image (image.py), for several programs. Needs isolation.
+
+        image: an absolute path. endpoint: the only address that its programs reach. Raises ImageError and SandboxError.
+        """
+        if not self._isolation.bubblewrap:
+            raise SandboxError("sandbox: got none; expected auto or bubblewrap, since a container needs isolation")
+        return Container(self._isolation, self.limits, image, endpoint)
 
     def _limits(self, wall_s: float | None) -> ResourceLimits:
         return self.limits if wall_s is None else replace(self.limits, wall_s=wall_s)

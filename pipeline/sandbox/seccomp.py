@@ -20,6 +20,10 @@ others, these are left out on purpose:
     all file systems of the machine        sync, syncfs
     calls that bypass this filter          io_uring_*, io_setup
 
+In a container (container.py) programs also get sockets of the Internet and of Unix, and named pipes. They reach what is inside
+alone: its network namespace has a loopback interface and no other, and no socket file of the machine is there. Its
+shared memory is files below /dev/shm. A change of a file's owner succeeds without effect, since no other user exists.
+
 The package system-calls has the numbers. The bytes are made here and not by libseccomp, which cannot give younger calls
 an error of their own, has no maintained package for Python, and would have to be in every image.
 """
@@ -68,6 +72,9 @@ ALLOWED = {
         uname sysinfo getrandom""",
 }
 
+IN_CONTAINERS = """
+    bind listen accept accept4 connect sendmsg sendmmsg setuid setgid setreuid setregid setresuid setresgid sync_file_range"""
+"""More allowed calls in containers. Those that change the user find no other one there."""
 LOAD, EQUAL, GREATER, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # BPF_LD|W|ABS, JMP|JEQ|K, JMP|JGT|K, JMP|JSET|K, RET|K
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 KILL, ALLOW, REFUSE = 0x80000000, 0x7FFF0000, 0x00050000  # SECCOMP_RET_KILL_PROCESS, _ALLOW, _ERRNO
@@ -79,6 +86,19 @@ NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of linux/sched.h."""
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x1, 0x20, 0x40000  # MAP_SHARED_VALIDATE, 0x3, has MAP_SHARED's bit
 AF_UNIX, SOCK_STREAM, NONBLOCK, CLOEXEC = 1, 1, 0x800, 0x80000
+AF_INET, AF_INET6, SOCK_DGRAM, SOCK_SEQPACKET = 2, 10, 2, 5
+SOCKET_OPTIONS = {
+    1: (2, 3, 4, 6, 9, 13, 15, 16, 20, 21, 66, 67),
+    6: (1, 3, 4, 5, 6, 7, 8, 9, 12, 18, 23),
+    0: (1, 2, 10, 11),
+    41: (16, 23, 25, 26, 67),
+}
+"""Level -> allowed options of setsockopt(2), without sizes of buffers, filters, and protocols above TCP. SOL_SOCKET: REUSEADDR,
+TYPE, ERROR, BROADCAST, KEEPALIVE, LINGER, REUSEPORT, PASSCRED, timeouts; IPPROTO_TCP: NODELAY, CORK, KEEP*, SYNCNT, LINGER2,
+DEFER_ACCEPT, QUICKACK, USER_TIMEOUT, FASTOPEN; IP and IPV6: TOS, TTL, MTU_DISCOVER, RECVERR, V6ONLY."""
+NO_ATTRIBUTES = REFUSE | errno.EOPNOTSUPP  # so that cp and mv go on without
+NO_OPTION = REFUSE | errno.ENOPROTOOPT
+OTHER_THAN_PIPES = 0x2000 | 0x4000  # bits of S_IFCHR, S_IFBLK, S_IFDIR, S_IFSOCK that S_IFIFO and S_IFREG lack
 OF_SENDING = 0x40 | 0x4000 | 0x8000  # MSG_DONTWAIT, MSG_NOSIGNAL, MSG_MORE
 NOTIFICATION_PIPE = 0x80
 COMMANDS = (0, 1, 2, 3, 4, 5, 1030, 1032, 1034)
@@ -97,8 +117,8 @@ OPTIONS = (1, 2, 3, 15, 16, 21, 23, 29, 30, 36, 38, 39, 42, 0x53564D41)
 NO_NEW_PRIVS, GET_THP_DISABLE, SET_VMA. Without SET_DUMPABLE, which would hide a process from the guard, and SET_SECCOMP."""
 
 
-def filter_for(machine: str) -> bytes:
-    """Return the filter's instructions. machine: as `platform.machine()` returns it.
+def filter_for(machine: str, in_container: bool = False) -> bytes:
+    """Return the filter's instructions. machine: as `platform.machine()` returns it. in_container: of a container's programs.
 
     Raises SandboxError for an unknown machine, and without the package system-calls.
     """
@@ -119,10 +139,12 @@ def filter_for(machine: str) -> bytes:
         _return(KILL),  # 32-bit calls have other numbers
         _load(NUMBER),
     ]
-    for call, rules in _rules().items():
-        program += _if(EQUAL, numbers[call], rules)
-    for call in " ".join(ALLOWED.values()).split():
-        if call in numbers:  # aarch64 lacks some old ones
+    rules = {**_rules(), **_container_rules()} if in_container else _rules()
+    for call, instructions in rules.items():
+        if call in numbers:
+            program += _if(EQUAL, numbers[call], instructions)
+    for call in " ".join([*ALLOWED.values(), IN_CONTAINERS * in_container]).split():
+        if call in numbers and call not in rules:  # aarch64 lacks some old ones
             program += _if(EQUAL, numbers[call], [_return(ALLOW)])
     program += _if(GREATER, YOUNGEST, [_return(ABSENT)])
     program.append(_return(DENY))
@@ -144,6 +166,31 @@ def _rules() -> dict[str, list[bytes]]:
         "socketpair": [_argument(0), *_if(EQUAL, AF_UNIX, [_argument(1), *_among(streams)]), _return(DENY)],
         "sendto": [_argument(3), *_if(ANY_BIT, ~OF_SENDING & 0xFFFFFFFF, [_return(DENY)]), _return(ALLOW)],
         "clone3": [_return(ABSENT)],  # a filter cannot read its flags in memory; libraries then use clone
+    }
+
+
+def _container_rules() -> dict[str, list[bytes]]:
+    """Return call -> its instructions, for calls that containers add or that differ there."""
+    flags = (0, NONBLOCK, CLOEXEC, NONBLOCK | CLOEXEC)
+    streams, others = (
+        [kind | flag for kind in kinds for flag in flags] for kinds in ((SOCK_STREAM, SOCK_DGRAM), (SOCK_SEQPACKET,))
+    )
+    kinds = [_argument(1), *_among(streams), _return(DENY)]
+    unix = [_argument(1), *_among(streams + others), _return(DENY)]
+    families = [*_if(EQUAL, AF_UNIX, unix), *_if(EQUAL, AF_INET, kinds), *_if(EQUAL, AF_INET6, kinds)]
+    options: list[bytes] = []
+    for level, names in SOCKET_OPTIONS.items():
+        options += [_argument(1), *_if(EQUAL, level, [_argument(2), *_among(names), _return(NO_OPTION)])]
+    no_device = [*_if(ANY_BIT, OTHER_THAN_PIPES, [_return(DENY)]), _return(ALLOW)]
+    return {
+        "socket": [_argument(0), *families, _return(DENY)],
+        "socketpair": [_argument(0), *_if(EQUAL, AF_UNIX, unix), _return(DENY)],
+        "setsockopt": [*options, _return(NO_OPTION)],
+        "sendto": [_return(ALLOW)],
+        "mknod": [_argument(1), *no_device],
+        "mknodat": [_argument(2), *no_device],
+        **{call: [_return(NO_ATTRIBUTES)] for call in ("setxattr", "lsetxattr", "fsetxattr")},
+        **{call: [_return(GRANTED)] for call in ("chown", "lchown", "fchown", "fchownat")},
     }
 
 

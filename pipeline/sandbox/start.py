@@ -3,6 +3,9 @@
 bubblewrap forks process 1 of the sandbox, which forks the program. The program waits for a byte from the guard on the `go`
 pipe.
 
+A program of a container enters the namespaces of the process that keeps the container's root (container_root.py), and sees that
+root. It is root inside, where no other user exists.
+
 If the guard runs as root of the machine, the program is user 65534 outside of the sandbox too, in a user namespace that is made
 here. Otherwise it is the guard's user there, since a user can map only itself. Device files stay writable mounts in the
 sandbox. A program whose user owns them outside could change their mode, so for such a user they are mounted read-only first.
@@ -25,8 +28,6 @@ from pipeline.sandbox.file_system import DEVICES, SCRATCH, USER
 from pipeline.sandbox.limits import ResourceLimits, SandboxError
 
 PROGRAM_SCORE = 1000  # see linux.raise_oom_score; above the guard's
-NEWNS, NEWUSER = 0x00020000, 0x10000000  # CLONE_* of linux/sched.h
-RDONLY, NOSUID, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 8, 32, 4096, 16384, 1 << 18  # MS_* of mount(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,12 @@ def start_isolated(
     files: dict[str, bytes],
     stdio: tuple[int, int, int],
     limits: ResourceLimits,
+    container: int | None = None,
 ) -> StartedProgram:
     """Start a program in bubblewrap. rules: the filter of system calls. stdio: three descriptors above 2.
 
-    Raises SandboxError.
+    container: a descriptor of the process that keeps the root of the program's container; such a program has no `files`. None:
+    the program gets a scratch folder. Raises SandboxError.
     """
     block, go = os.pipe()
     report, report_writer = os.pipe()
@@ -92,7 +95,9 @@ def start_isolated(
     inherited = [block, report_writer, filter_file := sealed_file("filter", rules), *contents.values()]
     options = ["--perms", "0700", "--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH]  # first: others may lie below it
     keeper = None
-    if linux.is_root():
+    if container is not None:
+        options = ["--unshare-user"]
+    elif linux.is_root():
         users, keeper = _namespace_of_nobody()
         inherited.append(users)
         options += ["--userns", str(users), "--sync-fd", str(users)]  # the second closes it for the program
@@ -108,7 +113,9 @@ def start_isolated(
     def prepare() -> None:
         if linux.is_root():
             os.setgroups([])
-        elif any(os.stat(path).st_uid == os.geteuid() for path in DEVICES):
+        if container is not None:
+            _enter(container)
+        elif not linux.is_root() and any(os.stat(path).st_uid == os.geteuid() for path in DEVICES):
             _protect_devices()
         for descriptor in inherited:
             os.set_inheritable(descriptor, True)
@@ -128,6 +135,14 @@ def start_isolated(
             os.write(keeper, str(init).encode())
     _limit(init, limits, linux.counts_processes_by_namespace())
     return StartedProgram(child, init, go, report)
+
+
+def _enter(container: int) -> None:
+    """Enter a container's namespaces, as its root."""
+    linux.call("setns", container, linux.NEWUSER | linux.NEWNS | linux.NEWNET)
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    linux.die_with_parent()  # anew, after a change of user
 
 
 def start_free(
@@ -179,12 +194,35 @@ def _spawn(argv: list[str], environment: dict[str, str], stdio: tuple[int, int, 
 
 def _limit(pid: int, limits: ResourceLimits, count_processes: bool) -> None:
     """Set the limits of a process and of all that it starts, and give it a cgroup where one is delegated."""
-    try:
-        for number, pair in linux.resource_limits(limits, count_processes).items():
+    pairs = linux.resource_limits(limits, count_processes)
+
+    def work() -> None:
+        for number, pair in pairs.items():
             resource.prlimit(pid, number, pair)
+
+    try:
+        try:
+            work()
+        except PermissionError:  # root without CAP_SYS_RESOURCE may not limit nobody's processes, as in some containers
+            if not linux.is_root():
+                raise
+            _as_nobody(work)
     except ProcessLookupError:  # bubblewrap has failed in the meantime, and will report so
         return
     cgroup.join(pid, limits)
+
+
+def _as_nobody(work: Callable[[], object]) -> None:
+    """Do something as the user of a container's programs, which some containers' root needs. Raises ProcessLookupError."""
+    if (child := os.fork()) == 0:
+        try:
+            linux.become_nobody()
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitpid(child, 0)[1]:
+        raise ProcessLookupError
 
 
 def _namespace_of_nobody() -> tuple[int, int]:
@@ -204,7 +242,7 @@ def _namespace_of_nobody() -> tuple[int, int]:
             for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {writer, watched}:
                 with contextlib.suppress(OSError):  # that of the listing
                     os.close(descriptor)
-            linux.call("unshare", NEWUSER)
+            linux.call("unshare", linux.NEWUSER)
             os.write(writer, b"1")
             os.close(writer)
             if (init := os.read(watched, 32)) and not os.read(watched, 1):  # empty: the guard has ended
@@ -228,16 +266,15 @@ def _protect_devices() -> None:
     """Make the device files read-only mounts in a new mount namespace: their content stays writable, their mode does not."""
     user, group = os.geteuid(), os.getegid()
     try:
-        linux.call("unshare", NEWNS)
+        linux.call("unshare", linux.NEWNS)
     except PermissionError:  # without CAP_SYS_ADMIN, such as root of most containers; a user namespace gives it
-        linux.call("unshare", NEWUSER | NEWNS)
+        linux.call("unshare", linux.NEWUSER | linux.NEWNS)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1\n")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1\n")
-    linux.call("mount", "none", "/", None, REC | PRIVATE, None)
+    linux.make_mounts_private()
     for path in DEVICES:
-        linux.call("mount", path, path, None, BIND, None)
-        linux.call("mount", "none", path, None, REMOUNT | BIND | RDONLY | NOSUID | NOEXEC, None)
+        linux.protect_device(path, path)
 
 
 def sealed_file(name: str, content: bytes) -> int:

@@ -1,6 +1,7 @@
 """Run attacks against the sandbox from several places and write the table in pipeline/sandbox/ATTACKS.md.
 
-    python -m tests.sandbox.attacks          writes the table anew (as root)
+    python -m tests.sandbox.attacks                 writes the table anew (as root)
+    python -m tests.sandbox.attacks in_image        only prints what programs in images reach
 
 Each attempt is harmless without a sandbox. `test_attacks.py` compares the page with its results.
 """
@@ -13,12 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.sandbox.limits import ProgramResult
-from tests.sandbox.hosts import LIMITS, Host
+from tests.sandbox import container_attacks
+from tests.sandbox.hosts import LIMITS, PLACES, Host
 
 PAGE = Path(__file__).parents[2] / "pipeline/sandbox/ATTACKS.md"
 BEGIN, END = "<!-- python -m tests.sandbox.attacks writes from here -->\n", "<!-- to here -->\n"
-COLUMNS = ("as a user", "as root", "in a container", "without isolation")
-HELD, THROUGH = "held", "**passes**"
+IN_IMAGE = ("in an image, as a user", "in an image, as root")
+COLUMNS = ("as a user", "as root", "in a container", *IN_IMAGE, "without isolation")
+HELD, THROUGH, NOT_TRIED = "held", "**passes**", ""
 
 REACHES = {  # attack: a program that prints ESCAPED if it succeeds
     "read another file of the user": 'refused(open, told["folder"] + "/secret")',
@@ -126,7 +129,8 @@ for attempt, program in attempts.items():
 
 
 def host_of(column: str) -> Host:
-    return Host("here" if column in ("as root", "without isolation") else column, "none" if column == COLUMNS[-1] else "auto")
+    place = next((place for place in PLACES if column.endswith(place)), "here")
+    return Host(place, "none" if column == COLUMNS[-1] else "auto", column in IN_IMAGE)
 
 
 def found(host: Host) -> dict[str, str]:
@@ -139,6 +143,8 @@ def found(host: Host) -> dict[str, str]:
     for attempt, (program, ended_by, limits) in USES.items():
         ran = host.tried(program, "tried", replace(LIMITS, **limits))
         cells[attempt] = HELD if _held(ran, ended_by) else THROUGH
+    if host.in_image:
+        cells |= {attempt: HELD if held else THROUGH for attempt, held in host.container_attacks().items()}
     return cells
 
 
@@ -158,7 +164,8 @@ def _cmdline(pid: str) -> bytes:
 def table(columns: dict[str, dict[str, str]]) -> str:
     """columns: column -> attack -> result."""
     lines = [f"| a program tries to | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
-    lines += [f"| {row} | {' | '.join(cells[row] for cells in columns.values())} |" for row in (*REACHES, *USES)]
+    rows = (*REACHES, *USES, *container_attacks.ATTACKS)
+    lines += [f"| {row} | {' | '.join(cells.get(row, NOT_TRIED) for cells in columns.values())} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
@@ -166,19 +173,22 @@ def on_the_page() -> dict[str, dict[str, str]]:
     """Return the page's table: column -> attack -> result."""
     text = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    return {column: {row[0]: row[at] for row in rows} for at, column in enumerate(head) if at}
+    return {column: {row[0]: row[at] for row in rows if row[at] != NOT_TRIED} for at, column in enumerate(head) if at}
 
 
 def main() -> None:
     if os.geteuid() != 0:
         sys.exit("expected to run as root")
     columns = {}
-    for column in COLUMNS:
+    for column in IN_IMAGE if sys.argv[1:] == ["in_image"] else COLUMNS:
         host = host_of(column)
         try:
             columns[column] = found(host)
         finally:
             host.close()
+    if len(columns) < len(COLUMNS):
+        print(table(columns))
+        return
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + table(columns) + END + rest.partition(END)[2])
 

@@ -12,12 +12,17 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from pipeline.sandbox import image_cache
 from pipeline.sandbox.limits import ProgramResult, ResourceLimits
 from pipeline.sandbox.sandbox import Sandbox
+from tests.sandbox import container_attacks
+from tests.sandbox.images import PYTHON, make_root
 
 LIMITS = ResourceLimits(
     wall_s=2.0,
@@ -57,7 +62,17 @@ from pipeline.sandbox.limits import ResourceLimits
 from pipeline.sandbox.sandbox import Sandbox
 asked = json.load(sys.stdin)
 sandbox = Sandbox(ResourceLimits(**asked["limits"]), {backend!r}, tuple(asked["readable"]))
-ran = sandbox.run([sandbox.python, *asked["argv"]], {{"program.py": asked["program"].encode()}}, asked["stdin"].encode())
+if "told" in asked:
+    import container_attacks
+    print(json.dumps(container_attacks.found(sandbox, asked["image"], asked["told"])))
+    sys.exit()
+program, stdin = asked["program"].encode(), asked["stdin"].encode()
+if asked["image"]:
+    with sandbox.open(asked["image"]) as container:
+        container.write_file("/work/program.py", program)
+        ran = container.run([{python!r}, *asked["argv"]], stdin, cwd="/work")
+else:
+    ran = sandbox.run([sandbox.python, *asked["argv"]], {{"program.py": program}}, stdin)
 print(json.dumps(asdict(ran), default=lambda raw: base64.b64encode(raw).decode()))
 """
 
@@ -68,6 +83,7 @@ class Host:
 
     place: str = "here"  # or one of PLACES
     backend: str = "auto"
+    in_image: bool = False  # run programs in containers of an image
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="canary-")))
 
     def __post_init__(self) -> None:
@@ -80,6 +96,12 @@ class Host:
             (source,) = importlib.util.find_spec(name).submodule_search_locations
             for folder in filter(os.path.isdir, (source, f"{source}.libs")):
                 shutil.copytree(folder, self.package / os.path.basename(folder))
+        self.image = str(make_root(self.folder / "image")) if self.in_image else ""
+        self.cache = self.folder / "cache"
+        self.cache.mkdir(0o711)
+        if os.geteuid() == 0 and self.place != "here":
+            os.chown(self.cache, ANOTHER, ANOTHER)
+        shutil.copy(container_attacks.__file__, self.package)
         self.listeners = [socket.socket(socket.AF_INET), *(socket.socket(socket.AF_UNIX) for _ in range(2))]
         self.abstract = f"canary-{uuid.uuid4().hex}"
         for listener, address in zip(
@@ -152,8 +174,27 @@ class Host:
 
     def _here(self, program: str, mark: str, limits: ResourceLimits, readable: tuple[str, ...]) -> ProgramResult:
         sandbox = Sandbox(limits, self.backend, readable)
+        if self.in_image:
+            with self.own_cache(), sandbox.open(self.image) as container:
+                container.write_file("/work/program.py", program.encode())
+                return container.run([PYTHON, "program.py", mark], json.dumps(self.told()).encode(), cwd="/work")
         argv = [sandbox.python, "program.py", mark]
         return sandbox.run(argv, {"program.py": program.encode()}, json.dumps(self.told()).encode())
+
+    @contextlib.contextmanager
+    def own_cache(self) -> Iterator[None]:
+        """Keep images unpacked in this host's folder."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(image_cache.VARIABLE, str(self.cache))
+            yield
+
+    def container_attacks(self) -> dict[str, bool]:
+        """Return attack of container_attacks.py -> whether the sandbox held."""
+        limits = replace(LIMITS, wall_s=20.0, cpu_s=10.0, open_files=64)
+        if self.place == "here":
+            with self.own_cache():
+                return container_attacks.found(Sandbox(limits), self.image, self.told())
+        return self._driven({"limits": asdict(limits), "image": self.image, "readable": [], "told": self.told()})
 
     def _elsewhere(self, program: str, mark: str, limits: ResourceLimits, readable: tuple[str, ...]) -> ProgramResult:
         asked = {
@@ -162,8 +203,14 @@ class Host:
             "program": program,
             "stdin": json.dumps(self.told()),
             "readable": readable,
+            "image": self.image,
         }
-        driver = DRIVER.format(root=str(self.package), backend=self.backend)
+        told = self._driven(asked)
+        return ProgramResult(**{**told, **{name: base64.b64decode(told[name]) for name in ("stdout", "stderr")}})
+
+    def _driven(self, asked: dict) -> dict:
+        """Return what DRIVER prints in this place."""
+        driver = DRIVER.format(root=str(self.package), backend=self.backend, python=PYTHON)
         user = {"user": ANOTHER, "group": ANOTHER, "extra_groups": []} if os.geteuid() == 0 else {}
         done = subprocess.run(
             [*PLACES[self.place], PYTHON_OF_ALL, "-c", driver],
@@ -171,11 +218,15 @@ class Host:
             capture_output=True,
             **user,
             cwd="/",
-            env={"PATH": os.defpath, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"},
+            env={
+                "PATH": os.defpath,
+                "HOME": "/nonexistent",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                image_cache.VARIABLE: str(self.cache),
+            },
         )
         assert done.returncode == 0, done.stderr.decode()
-        told = json.loads(done.stdout)
-        return ProgramResult(**{**told, **{name: base64.b64decode(told[name]) for name in ("stdout", "stderr")}})
+        return json.loads(done.stdout)
 
 
 def can_be_elsewhere() -> bool:

@@ -247,7 +247,7 @@ def test_a_guard_that_fails_is_an_error(sandbox: Sandbox, monkeypatch: pytest.Mo
         sandbox.run([sandbox.python])
 
 
-@pytest.mark.parametrize("broken", [(guard_client, "_start"), (os, "pipe")], ids=["guard", "pipe"])
+@pytest.mark.parametrize("broken", [(guard_client, "start_guard"), (os, "pipe")], ids=["guard", "pipe"])
 def test_a_guard_that_cannot_be_started_leaves_nothing_open(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, broken: tuple):
     pipes = iter([os.pipe])  # the second of two fails
 

@@ -10,7 +10,20 @@ from system_calls import syscalls
 
 from pipeline.sandbox import seccomp
 from pipeline.sandbox.limits import SandboxError
-from pipeline.sandbox.seccomp import ABSENT, ALLOW, ALLOWED, DENY, GRANTED, INVALID, KILL, MACHINES, NOT_FOR_THIS, YOUNGEST
+from pipeline.sandbox.seccomp import (
+    ABSENT,
+    ALLOW,
+    ALLOWED,
+    DENY,
+    GRANTED,
+    INVALID,
+    KILL,
+    MACHINES,
+    NO_ATTRIBUTES,
+    NO_OPTION,
+    NOT_FOR_THIS,
+    YOUNGEST,
+)
 from tests.sandbox.hosts import Host
 
 NAMES = " ".join(ALLOWED.values()).split()
@@ -21,13 +34,13 @@ def numbers(machine: str) -> dict[str, int]:
     return syscalls().load_arch_table(MACHINES[machine][0])
 
 
-def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None, in_container: bool = False) -> int:
     """Return the filter's result for a call, by the rules of classic BPF."""
     _, own = MACHINES[machine]
     data = struct.pack(
         "<iIQ6Q", number, own if architecture is None else architecture, 0, *arguments, *[0] * (6 - len(arguments))
     )
-    program = list(struct.iter_unpack("<HBBI", seccomp.filter_for(machine)))
+    program = list(struct.iter_unpack("<HBBI", seccomp.filter_for(machine, in_container)))
     at = accumulator = 0
     while True:
         code, if_true, if_false, constant = program[at]
@@ -117,9 +130,46 @@ def test_inspected_arguments(machine: str):
             assert verdict(machine, numbers(machine)[name], *arguments) == expected, (name, arguments)
 
 
+IN_CONTAINERS = {  # call: (arguments, verdict)
+    "socket": [((1, 5), ALLOW), ((2, 0x80801), ALLOW), ((10, 2), ALLOW), ((2, 3), DENY), ((16, 2), DENY), ((40, 1), DENY)],
+    "socketpair": [((1, 2), ALLOW), ((2, 1), DENY)],
+    "setsockopt": [
+        ((3, 1, 2), ALLOW),
+        ((3, 1, 8), NO_OPTION),  # SO_RCVBUF
+        ((3, 1, 26), NO_OPTION),  # SO_ATTACH_FILTER
+        ((3, 6, 1), ALLOW),
+        ((3, 6, 31), NO_OPTION),  # TCP_ULP
+        ((3, 41, 26), ALLOW),
+        ((3, 17, 103), NO_OPTION),  # UDP_SEGMENT
+    ],
+    "connect": [((3,), ALLOW)],
+    "mknodat": [((3, 0, 0o010644), ALLOW), ((3, 0, 0o100644), ALLOW), ((3, 0, 0o020644), DENY), ((3, 0, 0o060644), DENY)],
+    "fchownat": [((3,), GRANTED)],
+    "fsetxattr": [((3,), NO_ATTRIBUTES)],
+    "mount": [((0,), DENY)],
+    "unshare": [((0,), DENY)],
+    "setns": [((0,), DENY)],
+    "chroot": [((0,), DENY)],
+    "ptrace": [((0,), DENY)],
+    "clone": [((0x10000000 | 17,), DENY), ((17,), ALLOW)],
+    "mmap": [((0, 4096, 3, 0x21), DENY)],
+    "memfd_create": [((0,), DENY)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_calls_in_containers(machine: str):
+    for name, cases in IN_CONTAINERS.items():
+        for arguments, expected in cases:
+            assert verdict(machine, numbers(machine)[name], *arguments, in_container=True) == expected, (name, arguments)
+    allowed = {number for number in range(YOUNGEST + 1) if verdict(machine, number, in_container=True) == ALLOW}
+    added = {name for name, number in numbers(machine).items() if number in allowed} - set(NAMES) - set(LOOKS)
+    assert added <= {*seccomp.IN_CONTAINERS.split(), "mknod", "mknodat"}
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_filter_is_short_enough_for_the_kernel(machine: str):
-    assert len(seccomp.filter_for(machine)) // 8 <= 4096  # BPF_MAXINSNS
+    assert len(seccomp.filter_for(machine, in_container=True)) // 8 <= 4096  # BPF_MAXINSNS
 
 
 @pytest.mark.parametrize("machine", MACHINES)

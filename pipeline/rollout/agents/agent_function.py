@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.environments.environment import AgentEnvironment, Outcome
-from pipeline.rollout.engine_client import EngineClient
+from pipeline.rollout.engine_client import DrawnTurn, EngineClient
 
 if TYPE_CHECKING:
     from pipeline.rollout.agents.policy_serving import PolicyServing
@@ -52,6 +52,10 @@ class AgentFunction:
         tree, metrics = episode.tree, {**outcome.metrics, "conversations": float(len(ends))}
         if answers := tree.matched + tree.unmatched:
             metrics["unmatched_answers"] = tree.unmatched / answers
+        if outcome.of_turns and (turns := len(_conversation(engine, ends))) != len(outcome.of_turns):
+            raise ValueError(
+                f"it returned {len(outcome.of_turns)} rewards of turns; expected {turns}, of its last conversation"
+            )
         return AgentResult(replace(outcome, metrics=metrics), ends, truncated)
 
     async def _play(self, engine: EngineClient, played: Any) -> Outcome | None:
@@ -66,3 +70,8 @@ class AgentFunction:
             for task in (playing, cut):
                 task.cancel()
             await asyncio.wait({playing, cut})
+
+
+def _conversation(engine: EngineClient, ends: tuple[int, ...]) -> list[DrawnTurn]:
+    """Return the turns of the conversation that was drawn last."""
+    return next((turn.conversation for turn in engine.drawn if ends and turn.number == ends[-1]), [])

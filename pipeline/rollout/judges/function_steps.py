@@ -148,7 +148,9 @@ def _outcome_of_agent(result: AgentResult) -> StepOutcome:
     judged = checked_outcome(replace(result.outcome, observation=None))
     if not result.ends:
         return replace(judged, function=FunctionReply())
-    return replace(judged, function=FunctionReply(last=result.ends[-1], others=result.ends[:-1], truncated=result.truncated))
+    verdicts = tuple(TurnVerdict(reward, False) for reward in result.outcome.of_turns)
+    reply = FunctionReply(last=result.ends[-1], others=result.ends[:-1], truncated=result.truncated, verdicts=verdicts)
+    return replace(judged, function=reply)
 
 
 def _ended(client: EngineClient, turn: DrawnTurn | None) -> StepOutcome:

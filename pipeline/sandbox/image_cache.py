@@ -1,0 +1,126 @@
+"""The node-local cache of unpacked images, and the folders below an overlay.
+
+    CACHE               $HETSTEP_IMAGE_CACHE, or hetstep-images-USER in the folder of temporary files
+      trees/KEY         a folder image of another owner, an unpacked squashfs, or a layer; complete, since it is renamed there
+      new/KEY           a tree while it is made
+      locks/KEY         held by who makes a tree; the kernel unlocks it if that process is killed
+      container         an empty folder on which containers mount their root, each in its own mount namespace
+      squashfs          likewise for the process that serves a squashfs file
+
+Nothing removes trees: the folder of temporary files of a job goes with it. Files of a tree belong to the sandbox's user.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+
+from pipeline.sandbox import linux, squashfs_mount
+from pipeline.sandbox.file_system import USER
+from pipeline.sandbox.image import Image, ImageError
+from pipeline.sandbox.limits import SandboxError
+from pipeline.sandbox.unpack import unpack_layer
+
+VARIABLE = "HETSTEP_IMAGE_CACHE"
+CONTAINER, SQUASHFS = "container", "squashfs"
+FOLDERS = ("trees", "new", "locks", CONTAINER, SQUASHFS)
+COPY = ("cp", "-dR", "--preserve=mode,timestamps,links", "--reflink=auto")
+UNSQUASHFS = ("unsquashfs", "-no-progress", "-quiet", "-no-xattrs", "-ignore-errors", "-no-exit-code", "-d")
+OWNED = (".", "usr", "etc", "root", "tmp")  # folders whose owner tells whether a folder image is the sandbox's user's
+
+
+def cache_folder() -> str:
+    """Return the cache's folder and make it if it is missing. Raises SandboxError if another user can write there."""
+    folder = os.environ.get(VARIABLE) or f"{tempfile.gettempdir()}/hetstep-images-{linux.outer_user()}"
+    try:
+        os.makedirs(folder, 0o711, exist_ok=True)
+        found = os.lstat(folder)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022 or not os.path.isdir(folder) or os.path.islink(folder):
+            raise SandboxError(
+                f"sandbox: the image cache {folder} belongs to another user, or another user can write to it. Try {VARIABLE},"
+                " a folder on a disk of the node"
+            )
+        for name in FOLDERS:
+            os.makedirs(f"{folder}/{name}", 0o711, exist_ok=True)
+    except OSError as error:
+        raise SandboxError(f"sandbox: the image cache {folder} cannot be made: {error}. Try {VARIABLE}") from None
+    return folder
+
+
+def lower_folders(image: Image, cache: str) -> list[str]:
+    """Return the folders of an image, the topmost first, in this process's mount namespace, which a squashfs file changes.
+
+    The first use on a node unpacks what squashfuse cannot mount. Raises ImageError and SandboxError.
+    """
+    if image.form == "oci":
+        trees: list[str] = []
+        for layer in image.layers:
+            trees.insert(0, _tree(cache, layer.key, functools.partial(unpack_layer, layer.blob, below=tuple(trees))))
+        return trees
+    key = _key(image.path)
+    if image.form == "folder":
+        owner = USER if linux.is_root() else os.geteuid()
+        folders = [folder for name in OWNED if os.path.isdir(folder := f"{image.path}/{name}")]
+        if all(os.stat(folder).st_uid == owner for folder in folders):
+            return [image.path]
+        return [_tree(cache, key, functools.partial(_make, image.path, COPY))]
+    if os.path.isdir(tree := f"{cache}/trees/{key}"):
+        return [tree]
+    try:
+        squashfs_mount.join(image.path, f"{cache}/locks/{key}", f"{cache}/{SQUASHFS}")
+        return [f"{cache}/{SQUASHFS}"]
+    except SandboxError as error:
+        if shutil.which(UNSQUASHFS[0]) is None:
+            raise SandboxError(
+                f"sandbox: {image.path} cannot be mounted ({error}), and there is no unsquashfs. Try to install squashfuse, or"
+                " squashfs-tools, which unpack it once on each node"
+            ) from None
+        return [_tree(cache, key, functools.partial(_make, image.path, UNSQUASHFS))]
+
+
+def _key(path: str) -> str:
+    """Return the key of a file or folder in its present state."""
+    found = os.stat(path)
+    state = f"{os.path.realpath(path)} {found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+    return hashlib.sha256(state.encode()).hexdigest()[:32]
+
+
+def _tree(cache: str, key: str, make: Callable[[str], None]) -> str:
+    """Return the folder of a tree. Makes it if it is missing: one process does, others wait for it.
+
+    `make` and the processes that it starts hold the lock, so nobody removes what they still write.
+    """
+    tree, new = f"{cache}/trees/{key}", f"{cache}/new/{key}"
+    if os.path.isdir(tree):
+        return tree
+    with open(f"{cache}/locks/{key}", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.isdir(tree):
+            return tree
+        os.set_inheritable(lock.fileno(), True)
+        subprocess.run(["rm", "-rf", new], check=True)  # of a process that was killed
+        try:
+            make(new)
+            os.rename(new, tree)
+        except OSError as error:
+            raise SandboxError(f"sandbox: an image cannot be unpacked to {new}: {error}. Try {VARIABLE}") from None
+    return tree
+
+
+def _make(source: str, command: Sequence[str], tree: str) -> None:
+    """Make a tree by `command source tree`, without set-user-id bits and, if root runs it, as nobody's."""
+    command = [*command, *((source, tree) if command is COPY else (tree, source))]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, close_fds=False)
+    if done.returncode or not os.path.isdir(tree):
+        last_line = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise ImageError(f"image: {source} cannot be unpacked by {command[0]}: {''.join(last_line)}")
+    if linux.is_root():
+        subprocess.run(["chown", "-hR", f"{USER}:{USER}", tree], check=True, close_fds=False)
+    drop = ["find", tree, "-perm", "/6000", "-not", "-type", "l", "-exec", "chmod", "ug-s", "{}", "+"]
+    subprocess.run(drop, check=True, close_fds=False)
