@@ -5,7 +5,7 @@ A path in a recipe's file is relative to the file's folder; a path on the comman
 has absolute paths. Names of other recipes (`defaults`, `needs`) are files next to the file that names them, or recipes in
 recipes/.
 
-Not handled: paths in the `kwargs` of environments and data sets, which only these interpret.
+Not handled: other paths in the `kwargs` of environments and data sets, which only these interpret.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.recipe.values import IN_FILE, is_template
 FILES = (
     *("data.*.data_path", "data.*.prompt_file", "data.*.system_prompt_file", "module_folders"),
     *("evaluate.tasks.*.data.data_path", "evaluate.tasks.*.judge_prompt_file", "evaluate.tasks.*.format_kwargs.baseline_file"),
-    *("evaluate.checkpoint", "evaluate.run", "evaluate.lm_eval.include_path"),
+    *("evaluate.checkpoint", "evaluate.run", "evaluate.lm_eval.include_path", "env.*.kwargs.files"),
     "checkpointing.encryption.key_file",
 )
 NAMES = (  # a folder, or a name of a hub
@@ -34,8 +34,10 @@ NAMES = (  # a folder, or a name of a hub
 )
 TEMPLATES = ("*.tokenizer.chat_template",)
 """Keys whose values are a template, a path, or a name. A value is a path if it exists, ends in .jinja, or has a slash."""
-CODE = ("env.*.kind", "env.*.rewards")
+CODE = ("env.*.kind", "env.*.rewards", "env.*.kwargs.function")
 """Keys whose values, or the key `fn` of a list's entries, are FILE.py:NAME or no path."""
+COMMANDS = ("env.*.kwargs.command", "env.*.kwargs.score")
+"""Keys whose values are a program and its arguments, which are paths if they exist."""
 MARKED = (
     *("cluster.*.container_image", "cluster.*.container_mounts", "cluster.*.gpu", "cluster.*.python"),
     "cluster.audit",
@@ -64,6 +66,8 @@ def absolute(tree: ConfigMapping, folders: Mapping[str, Path | None] = {}) -> di
                 leaf.value = _from(Path.cwd(), value)
             elif kind is CODE:
                 leaf.value = _code(folder, leaf.value)
+            elif kind is COMMANDS and isinstance(value, list):
+                leaf.value = [_from(folder, item) if _is_file(folder, item) else item for item in value]
             elif kind is TEMPLATES:
                 leaf.value = _template(folder, leaf.value)
             elif kind is MARKED and isinstance(value, list):
@@ -85,9 +89,8 @@ def is_path(key: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _kind(key: str) -> tuple[str, ...] | None:
-    return next(
-        (kind for kind in (FILES, NAMES, CODE, MARKED, TEMPLATES) if any(fnmatch.fnmatchcase(key, one) for one in kind)), None
-    )
+    kinds = FILES, NAMES, CODE, COMMANDS, MARKED, TEMPLATES
+    return next((kind for kind in kinds if any(fnmatch.fnmatchcase(key, one) for one in kind)), None)
 
 
 def _text(value: object) -> object:
@@ -101,6 +104,10 @@ def _from(folder: Path, path: str) -> str:
 
 def _file(folder: Path, path: str) -> str:
     return _from(Path.cwd() if path.partition("/")[0] == WRITTEN else folder, path)
+
+
+def _is_file(folder: Path, value: object) -> bool:
+    return isinstance(value, str) and os.path.isfile(folder / os.path.expanduser(value))
 
 
 def _marked(folder: Path, value: object) -> object:
@@ -208,6 +215,8 @@ def names_own_code(key: str, value: object) -> bool:
     if any(fnmatch.fnmatchcase(key, one) for one in ("data.*.dataset_name", "evaluate.tasks.*.data.dataset_name")):
         return isinstance(value, str) and is_dotted_path(value)
     if fnmatch.fnmatchcase(key, "data.*.processor") or fnmatch.fnmatchcase(key, "evaluate.tasks.*.format"):
+        return isinstance(value, str) and "." in value
+    if fnmatch.fnmatchcase(key, "env.*.kwargs.function"):
         return isinstance(value, str) and "." in value
     if fnmatch.fnmatchcase(key, "env.*.kwargs.tools*"):
         texts = value if isinstance(value, list) else [value]

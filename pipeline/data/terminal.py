@@ -2,7 +2,7 @@
 
     a=42      echo 42>a
     b=a       cp a b                            a says 17
-    b=a+1     cat a, which prints 17; echo 18>b
+    b=a+1     cat a, which prints 17; echo 18 >b
 
 The last kind takes two commands: the model must read a file before it can write the other. `tiny_terminal` learns them in a
 shell; its agent (recipes/agents/terminal.py) makes the files, runs the commands and looks at the result.
@@ -29,7 +29,7 @@ def tasks(split: str, size: int, seed: int, mistakes: float = 0.0) -> list[dict[
 
         {"input": "b=a+1",
          "messages": [{"role": "user", "content": "b=a+1"}, {"role": "assistant", "content": "cat a"},
-                      {"role": "user", "content": "17"}, {"role": "assistant", "content": "echo 18>b"}],
+                      {"role": "user", "content": "17"}, {"role": "assistant", "content": "echo 18 >b"}],
          "files": {"a": "17"}, "answer": "b=18"}
 
     mistakes: the probability that a demonstration's last command is wrong; `answer` is always right. The task and its files
@@ -48,7 +48,7 @@ def tasks(split: str, size: int, seed: int, mistakes: float = 0.0) -> list[dict[
         files = {} if kind == "say" else {source: says}
         if (split == "validation") != (zlib.crc32(f"{asked} {files}".encode()) % VALIDATION_SHARE == 0):
             continue
-        last = f"cp {source} {goal}" if kind == "copy" else f"echo {said}>{goal}"
+        last = f"cp {source} {goal}" if kind == "copy" else f"echo {said} >{goal}"
         if draw.random() < mistakes:
             last = _wrong(last, said, goal, draw)
         messages = [{"role": "user", "content": asked}]

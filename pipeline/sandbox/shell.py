@@ -40,8 +40,8 @@ class CommandResult:
 class Shell:
     """A shell of a container, or of a sandbox without an image. Not thread-safe.
 
-    The limits of these hold, `output_bytes` for each command. session_s: maximum wall time of a shell, including the time between
-    commands. cwd, env: of a container's shell.
+    The limits of these hold, `output_bytes` for each command. session_s: maximum wall time of a shell, including the time
+    between commands. cwd, env: of a container's shell.
     """
 
     def __init__(

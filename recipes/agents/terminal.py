@@ -19,7 +19,7 @@ async def play(client, task):
     messages, rewards = list(task["messages"]), []
     with Shell(SANDBOX, session_s=60.0) as shell:
         for name, text in task["record"]["files"].items():
-            shell.run(f"echo {text}>{name}")
+            shell.run(f"echo {text} >{name}")
         while not (rewards and rewards[-1]) and len(rewards) < TURNS:
             answer = await client.chat.completions.create(model="policy", messages=messages)
             command = answer.choices[0].message.content or ""
