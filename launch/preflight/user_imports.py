@@ -61,7 +61,7 @@ class CodeReference:
 
     key: str
     path: str  # dotted, or FILE.py:NAME
-    role: str  # environment, reward, tool, dataset, processor, format, rollout, algorithm, loss
+    role: str  # environment, reward, agent, tool, dataset, processor, format, rollout, algorithm, loss
     component: str  # whose ranks import it
     kwargs: dict[str, Any] = field(default_factory=dict)
     environment: str = ""  # under `env`, for which it scores answers
@@ -87,6 +87,9 @@ def code_references(recipe: Recipe) -> list[CodeReference]:
             if scorer.kind not in KINDS:
                 role = "reward" if scorer.reward else "environment"
                 references.append(CodeReference(scorer.key, scorer.kind, role, "generate", scorer.kwargs, name))
+        if environment.kind == "python_agent" and isinstance(path := environment.kwargs.get("function"), str):
+            arguments = environment.kwargs.get("kwargs") or {}
+            references.append(CodeReference(f"env.{name}.kwargs.function", path, "agent", "generate", arguments))
         if environment.kind == "tools":
             key = f"env.{name}.kwargs.tools"
             tools, _ = read_tools(key, environment.kwargs.get("tools"))  # checks of the recipe report its problems

@@ -41,7 +41,7 @@ from launch.preflight.signatures import absolute, module_spec, signature_of
 from pipeline.algorithms import custom_loss
 from pipeline.algorithms.algorithm import Needs
 from pipeline.data import processors
-from pipeline.environments import custom
+from pipeline.environments import custom, python_agent
 from pipeline.recipe import user_code, user_files
 from pipeline.rollout import engine_client
 
@@ -112,6 +112,9 @@ def _reply_about(loaded_object: Any, role: str, kwargs: Mapping[str, Any]) -> di
             return {"wrong": found[1], "code": found[0]}
     elif role == "rollout":
         if wrong := engine_client.problem(loaded_object):
+            return {"wrong": wrong, "code": "wrong-type"}
+    elif role == "agent":
+        if wrong := python_agent.problem(loaded_object, kwargs):
             return {"wrong": wrong, "code": "wrong-type"}
     elif not callable(loaded_object):
         return {"wrong": f"it is a {type(loaded_object).__name__}, which cannot be called", "code": "wrong-type"}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 
 from pipeline.algorithms import ALGORITHMS, LABELED, ONLINE, PAIRED
 from pipeline.algorithms.evaluate import TaskDataConfig
+from pipeline.config.environments import agents
 from pipeline.config.schema import CurriculumConfig, DataConfig, DatasetConfig, Recipe, generates, only_evaluates
 from pipeline.recipe.problems import Problem
 
@@ -130,6 +131,9 @@ def nearest_dataset(name: str) -> str | None:
 def check_data(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of `data`, alone and in combination with `env`, before any file is read."""
     data = recipe.data
+    for name in agents(recipe.env) if not data.apply_chat_template else ():
+        message = "got an agent with data.apply_chat_template=false; expected true, since agents send messages"
+        yield Problem(f"env.{name}.kind", "contradiction", message)
     for key, dataset in keyed_sets(data).items():
         yield from _check_numbers(key, dataset)
         yield from _check_named(recipe, key, dataset)

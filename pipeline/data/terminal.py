@@ -1,6 +1,6 @@
 """Generate tasks of a terminal: make a file say something, in a folder where other files already say something.
 
-    a=42      echo 42>a
+    a=42      echo 42 >a
     b=a       cp a b                            a says 17
     b=a+1     cat a, which prints 17; echo 18 >b
 

@@ -25,6 +25,8 @@ from pipeline.types import REWARDS
 if TYPE_CHECKING:
     from pipeline.types import Prompt
 
+SIGNATURE = "async def play(client, task)"
+
 
 @dataclass
 class PythonAgentArguments:
@@ -55,8 +57,8 @@ class PythonAgent(AgentEnvironment):
             self._function = user_code.load(arguments.function)
         except user_code.NotFound as error:
             raise ValueError(f"function: {error}") from error
-        if not inspect.iscoroutinefunction(self._function):
-            raise ValueError(f"function: got {arguments.function}; expected an async function: async def play(client, task)")
+        if wrong := problem(self._function, arguments.kwargs):
+            raise ValueError(f"function: {wrong}")
         self._client, self._kwargs = openai.AsyncOpenAI, arguments.kwargs
         if context.workers:
             self.workers = context.workers
@@ -74,3 +76,14 @@ class PythonAgent(AgentEnvironment):
         if isinstance(result, int | float):
             return Outcome(float(result))
         raise TypeError(f"it returned a {type(result).__name__}; expected {REWARDS}, a mapping with `reward`, or an Outcome")
+
+
+def problem(function: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """Return why an object is no function of an agent that takes `kwargs`, or None if it is one. Does not call it."""
+    if not inspect.iscoroutinefunction(function):
+        return f"got a {type(function).__name__} that is not async; expected {SIGNATURE}"
+    try:
+        inspect.signature(function).bind(None, {}, **kwargs)
+    except TypeError as error:
+        return f"got parameters {inspect.signature(function)}; expected (client, task) and kwargs: {error}"
+    return None
