@@ -167,6 +167,21 @@ def test_the_rollout_plays(example):
     assert step["train/env_failures"] == step["train/broke_judge"] == 0
 
 
+AGENTS = ROOT / "pipeline/rollout/agents/README.md"
+
+
+@pytest.mark.full
+def test_the_agent_plays(example):
+    """Each episode is the agent's, and what it printed was judged."""
+    folder = example(AGENTS)
+    done = run(folder, *page_commands(AGENTS, folder)[-1], *ONE_ROLLOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rollouts = [json.loads(line) for line in (folder / "runs/my_agent/rollouts/step_000001.jsonl").open()]
+    assert len(rollouts) == 4 and all(rollout["conversations"] == 1 and not rollout.get("broke") for rollout in rollouts)
+    told = {turn["told"] for rollout in rollouts for turn in rollout.get("turns", [])[:-1]}
+    assert not told or all("a number" in text for text in told)
+
+
 @pytest.mark.full
 def test_the_environment_trains(example):
     folder = example(ENVIRONMENTS)
