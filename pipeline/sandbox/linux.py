@@ -134,8 +134,11 @@ def counts_processes_by_namespace() -> bool:
     return (int(major), int("".join(c for c in minor if c.isdigit()))) >= (5, 14)
 
 
-def resource_limits(limits: ResourceLimits, count_processes: bool) -> dict[int, tuple[int, int]]:
-    """Return resource -> (soft, hard) for setrlimit(2). No limit is above this process's own hard limit."""
+def resource_limits(limits: ResourceLimits, count_processes: bool, in_container: bool = False) -> dict[int, tuple[int, int]]:
+    """Return resource -> (soft, hard) for setrlimit(2). No limit is above this process's own hard limit.
+
+    Containers may reserve any address space, as JavaScript engines do: some 10 GB for each WebAssembly memory.
+    """
     seconds = int(-(-limits.cpu_s // 1))
     found = {
         resource.RLIMIT_CPU: (seconds, seconds + 1),  # SIGXCPU, then SIGKILL
@@ -150,6 +153,8 @@ def resource_limits(limits: ResourceLimits, count_processes: bool) -> dict[int, 
         resource.RLIMIT_RTPRIO: (0, 0),
         resource.RLIMIT_NICE: (0, 0),
     }
+    if in_container:
+        del found[resource.RLIMIT_AS]
     if count_processes:
         found[resource.RLIMIT_NPROC] = (2 * limits.processes,) * 2  # the guard notices first and can report the cause
     return {number: _within(number, pair) for number, pair in found.items()}
