@@ -15,9 +15,9 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from pipeline.sandbox import container_root, guard, linux, processes, squashfs_mount
 from pipeline.sandbox.start import PROGRAM_SCORE
@@ -113,6 +113,8 @@ def _forward(listener: socket.socket, until: int, path: str) -> None:
 
     until: a descriptor of the container's root process, at whose end this process ends.
     """
+    import threading
+
     room = threading.BoundedSemaphore(CONNECTIONS)
     poll = select.poll()
     poll.register(listener, select.POLLIN)
@@ -126,7 +128,9 @@ def _forward(listener: socket.socket, until: int, path: str) -> None:
         threading.Thread(target=_connect, args=(inside, outside, path, room), daemon=True).start()
 
 
-def _connect(inside: socket.socket, outside: socket.socket, path: str, room: threading.BoundedSemaphore) -> None:
+def _connect(inside: socket.socket, outside: socket.socket, path: str, room: Any) -> None:
+    import threading
+
     try:
         with inside, outside:
             outside.connect(path)
