@@ -45,7 +45,7 @@ MOST_BYTES, MOST_FILES = 1 << 30, 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ContainerEndpoint:
     """The only address that a container reaches outside: http://127.0.0.1:PORT leads to a Unix socket of this machine."""
 
     socket: str  # its path
@@ -60,7 +60,7 @@ class Container:
     workdir: str
     """Working folder of programs, of the image."""
 
-    def __init__(self, node: Isolation, limits: ResourceLimits, image: str, endpoint: Endpoint | None = None) -> None:
+    def __init__(self, node: Isolation, limits: ResourceLimits, image: str, endpoint: ContainerEndpoint | None = None) -> None:
         """Make a container. node: the isolation that works on this node. Raises ImageError and SandboxError."""
         self._node, self.limits, self._server = node, limits, _server()
         asked = {

@@ -27,7 +27,7 @@ from typing import Any
 
 from pipeline.sandbox import image_cache, linux
 from pipeline.sandbox.file_system import DEVICES
-from pipeline.sandbox.image import Image, ImageError, Layer
+from pipeline.sandbox.image import Image, ImageError, ImageLayer
 from pipeline.sandbox.limits import SandboxError
 
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40  # netdevice(7)
@@ -54,7 +54,7 @@ def keep(asked: dict[str, Any], control: socket.socket) -> None:
     """
     try:
         fields = dict(asked["image"])
-        image = Image(**{**fields, "layers": [Layer(**layer) for layer in fields["layers"]]})
+        image = Image(**{**fields, "layers": [ImageLayer(**layer) for layer in fields["layers"]]})
         _build(image, asked["cache"], asked["scratch_bytes"], asked["scratch_files"])
         listeners = [] if asked["port"] is None else [_listener(asked["port"])]
         environment = {**_enroot_environment(), **image.environment}

@@ -33,7 +33,7 @@ class ImageError(SandboxError):
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ImageLayer:
     """A layer of an OCI image."""
 
     blob: str  # its file
@@ -47,7 +47,7 @@ class Image:
     form: Literal["squashfs", "folder", "oci"]
     path: str  # absolute
     key: str = ""  # of a file or folder in its present state
-    layers: list[Layer] = field(default_factory=list)  # of an OCI image, the lowest first
+    layers: list[ImageLayer] = field(default_factory=list)  # of an OCI image, the lowest first
     environment: dict[str, str] = field(default_factory=dict)  # of an OCI image
     workdir: str = ""  # of an OCI image
 
@@ -100,10 +100,10 @@ def _read_layout(folder: str, tag: str) -> Image:
                 raise ImageError(f"image: got {folder}, for {', '.join(map(str, machines))}; expected one for {wanted}")
             manifest = json.loads(Path(_blob(folder, machines[wanted]["digest"])).read_text())
         config = json.loads(Path(_blob(folder, manifest["config"]["digest"])).read_text()).get("config") or {}
-        layers: list[Layer] = []
+        layers: list[ImageLayer] = []
         for entry in manifest["layers"]:
             below = layers[-1].key if layers else ""
-            layers.append(Layer(_blob(folder, entry["digest"]), key_of(f"{below} {entry['digest']}")))
+            layers.append(ImageLayer(_blob(folder, entry["digest"]), key_of(f"{below} {entry['digest']}")))
         variables = dict(line.split("=", 1) for line in config.get("Env") or [] if "=" in line)
         return Image("oci", folder, "", layers, variables, config.get("WorkingDir") or "")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
