@@ -182,6 +182,8 @@ def through_proc(at: Attacker) -> bool:
         return at.holds(
             one,
             """
+opened = os.listdir("/proc/self/fd")
+len(opened) == 4 or escaped(opened)  # one of them lists them
 for pid in ("1", "self", str(os.getppid())):
     for way in ("root", "cwd", "root/proc/1/root"):
         refused(open, f"/proc/{pid}/{way}" + told["folder"] + "/secret")
