@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any, Self
 
 from pipeline.sandbox import image_cache
@@ -35,6 +35,7 @@ from pipeline.sandbox.limits import ProgramResult, ResourceLimits, SandboxError
 
 MAIN = f"import sys; sys.path.insert(0, {ROOT!r}); from pipeline.sandbox import container_server; container_server.main()"
 UNPACK_S = 3600.0  # for the first container of an image on a node
+FILE_S = 600.0  # to read or write a file
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": "/root",
@@ -45,7 +46,7 @@ MOST_BYTES, MOST_FILES = 1 << 30, 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ContainerEndpoint:
     """The only address that a container reaches outside: http://127.0.0.1:PORT leads to a Unix socket of this machine."""
 
     socket: str  # its path
@@ -60,7 +61,7 @@ class Container:
     workdir: str
     """Working folder of programs, of the image."""
 
-    def __init__(self, node: Isolation, limits: ResourceLimits, image: str, endpoint: Endpoint | None = None) -> None:
+    def __init__(self, node: Isolation, limits: ResourceLimits, image: str, endpoint: ContainerEndpoint | None = None) -> None:
         """Make a container. node: the isolation that works on this node. Raises ImageError and SandboxError."""
         self._node, self.limits, self._server = node, limits, _server()
         asked = {
@@ -77,8 +78,9 @@ class Container:
             self._server.fork(asked, theirs.fileno())
         self._control.settimeout(UNPACK_S)
         answer, (keeper, *listeners) = self._receive_start()
+        self._control.settimeout(FILE_S)
         self._keeper = keeper
-        self._end = weakref.finalize(self, _end, self._control, keeper)
+        self._end = weakref.finalize(self, _end, self._control, keeper, os.getpid())
         self._end.atexit = False
         self._lock, self._programs = threading.Lock(), weakref.WeakSet[InteractiveProgram]()
         self.environment, self.workdir = {**ENVIRONMENT, **answer["environment"]}, answer["workdir"]
@@ -91,6 +93,8 @@ class Container:
         try:
             while not line.endswith(b"\n"):
                 piece, more, _, _ = socket.recv_fds(self._control, CHUNK, 2)
+                for descriptor in more:
+                    os.set_inheritable(descriptor, False)
                 descriptors += more
                 if not piece:
                     raise SandboxError("sandbox: the process that builds a container's root was killed")
@@ -157,7 +161,6 @@ class Container:
         """
         os.mkdir(folder)
         for name, mode, _ in self._ask({"do": "list", "path": _absolute(path), "most": most_files})[0]["files"]:
-            assert ".." not in PurePosixPath(name).parts
             content = self.read_file(f"{path}/{name}", most_bytes)
             most_bytes -= len(content)
             file = Path(folder, name)
@@ -200,6 +203,7 @@ class Container:
                     if not piece:
                         raise EOFError("it was killed")
             except (OSError, EOFError) as error:
+                _signal_end(self._control)  # what comes next would not be the answer to the next question
                 raise SandboxError(f"sandbox: the process that keeps a container's root does not answer: {error}") from None
         if "error" in answer:
             raise ValueError(answer["error"])
@@ -224,9 +228,13 @@ def _signal_end(control: socket.socket) -> None:
     control.close()
 
 
-def _end(control: socket.socket, keeper: int) -> None:
-    """End a container without waiting. Takes no lock, since the garbage collector may call this anywhere."""
-    _signal_end(control)
+def _end(control: socket.socket, keeper: int, owner: int) -> None:
+    """End a container without waiting, unless this process is a fork of its owner.
+
+    Takes no lock, since the garbage collector may call this anywhere.
+    """
+    if os.getpid() == owner:
+        _signal_end(control)
     os.close(keeper)
 
 
@@ -289,19 +297,30 @@ class _ForkedGuard:
 
     def communicate(self, input: bytes | None = None, timeout: float | None = None) -> tuple[bytes, bytes]:
         """Write to the guard's stdin, close it, and return (stdout until its end, b"")."""
-        deadline = time.monotonic() + (timeout or 0)
-        if self.stdin is not None:
-            with contextlib.suppress(BrokenPipeError), self.stdin as stdin:
-                stdin.write(input or b"")
-            self.stdin = None
-        received, poll = bytearray(), select.poll()
+        seconds = GUARD_TIMEOUT_S if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        unsent, received, poll = memoryview(input or b""), bytearray(), select.poll()
         poll.register(self._stdout, select.POLLIN)
-        while poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
-            if not (chunk := os.read(self._stdout, CHUNK)):
-                os.close(self._stdout)
-                return bytes(received), b""
-            received += chunk
-        raise subprocess.TimeoutExpired("guard", timeout or 0)
+        if self.stdin is not None:
+            os.set_blocking(self.stdin.fileno(), False)
+            poll.register(self.stdin, select.POLLOUT)
+        while events := poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
+            if self.stdin is not None:
+                with contextlib.suppress(BlockingIOError):
+                    try:
+                        unsent = unsent[os.write(self.stdin.fileno(), unsent) :]
+                    except BrokenPipeError:
+                        unsent = unsent[:0]
+                if not unsent:
+                    poll.unregister(self.stdin)
+                    self.stdin.close()
+                    self.stdin = None
+            if self._stdout in dict(events):
+                if not (chunk := os.read(self._stdout, CHUNK)):
+                    os.close(self._stdout)
+                    return bytes(received), b""
+                received += chunk
+        raise subprocess.TimeoutExpired("guard", seconds)
 
     def kill(self) -> None:
         """Kill the guard. It has not ended, since its stdout is open."""
@@ -322,3 +341,13 @@ def _server() -> _Server:
             except OSError as error:
                 raise SandboxError(f"sandbox: the container server cannot be started: {error}") from error
         return _servers[-1]
+
+
+def _forget() -> None:
+    """Begin anew in a fork, whose parent may hold the lock."""
+    global _servers_lock
+    _servers_lock = threading.Lock()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

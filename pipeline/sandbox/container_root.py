@@ -19,7 +19,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import socket
 import stat
 import struct
@@ -28,7 +27,7 @@ from typing import Any
 
 from pipeline.sandbox import image_cache, linux
 from pipeline.sandbox.file_system import DEVICES
-from pipeline.sandbox.image import Image, ImageError, Layer
+from pipeline.sandbox.image import Image, ImageError, ImageLayer
 from pipeline.sandbox.limits import SandboxError
 
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40  # netdevice(7)
@@ -55,15 +54,16 @@ def keep(asked: dict[str, Any], control: socket.socket) -> None:
     """
     try:
         fields = dict(asked["image"])
-        image = Image(**{**fields, "layers": [Layer(**layer) for layer in fields["layers"]]})
+        image = Image(**{**fields, "layers": [ImageLayer(**layer) for layer in fields["layers"]]})
         _build(image, asked["cache"], asked["scratch_bytes"], asked["scratch_files"])
         listeners = [] if asked["port"] is None else [_listener(asked["port"])]
         environment = {**_enroot_environment(), **image.environment}
         answer = {"environment": environment, "workdir": image.workdir or "/"}
         descriptors = [os.pidfd_open(os.getpid()), *(listener.fileno() for listener in listeners)]
-    except (OSError, SandboxError) as error:
+    except Exception as error:
         kind = "image" if isinstance(error, ImageError) else "sandbox"
-        answer, descriptors, listeners = {"error": str(error), "kind": kind}, [], []
+        text = str(error) if isinstance(error, SandboxError) else f"sandbox: a container's root cannot be built: {error!r}"
+        answer, descriptors, listeners = {"error": text, "kind": kind}, [], []
     socket.send_fds(control, [json.dumps(answer).encode() + b"\n"], descriptors)
     for listener in listeners:
         listener.close()
@@ -108,15 +108,13 @@ def _mount_overlay(lower: list[int]) -> None:
     folders = ":".join(f"/proc/self/fd/{folder}" for folder in lower)
     options = f"lowerdir={folders},upperdir=upper,workdir=work"
     try:
-        os.setxattr(
-            "upper", "user.overlay.tried", b"y"
-        )  # else folders of the image cannot be replaced: a tmpfs before Linux 6.6
+        os.setxattr("upper", "user.overlay.tried", b"y")  # fails before Linux 6.6: folders of the image could not be replaced
         os.removexattr("upper", "user.overlay.tried")
         linux.call("mount", "overlay", "root", "overlay", linux.NOSUID | linux.NODEV, f"{options},userxattr")
         return
     except OSError as error:
         reason = f"the kernel's overlay: {error}"
-        if (program := shutil.which(FUSE_OVERLAY)) is None:
+        if (program := linux.program(FUSE_OVERLAY)) is None:
             raise SandboxError(f"{reason}; and there is no {FUSE_OVERLAY}") from None
     before, until = os.stat("root").st_dev, time.monotonic() + FUSE_S
     errors, errors_writer = os.pipe()

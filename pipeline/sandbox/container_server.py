@@ -15,9 +15,9 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from pipeline.sandbox import container_root, guard, linux, processes, squashfs_mount
 from pipeline.sandbox.start import PROGRAM_SCORE
@@ -54,6 +54,8 @@ def _fork_until_the_end(rank: int, control: socket.socket) -> None:
         message, descriptors, _, _ = socket.recv_fds(control, MOST_BYTES, MOST_DESCRIPTORS)
         if not message:
             return
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)  # a program would have those that only its guard needs
         if (child := os.fork()) == 0:
             _work(json.loads(message), descriptors, control)
         forked.add(child)
@@ -113,22 +115,28 @@ def _forward(listener: socket.socket, until: int, path: str) -> None:
 
     until: a descriptor of the container's root process, at whose end this process ends.
     """
+    import threading
+
     room = threading.BoundedSemaphore(CONNECTIONS)
+    listener.setblocking(False)
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(until, select.POLLIN)
     while all(descriptor != until for descriptor, _ in poll.poll()):
-        inside, _ = listener.accept()
-        outside = socket.socket(socket.AF_UNIX)
-        if not room.acquire(blocking=False):
-            inside.close()
-            continue
-        threading.Thread(target=_connect, args=(inside, outside, path, room), daemon=True).start()
+        with contextlib.suppress(OSError):  # the program has ended the connection
+            inside, _ = listener.accept()
+            if room.acquire(blocking=False):
+                threading.Thread(target=_connect, args=(inside, path, room), daemon=True).start()
+            else:
+                inside.close()
 
 
-def _connect(inside: socket.socket, outside: socket.socket, path: str, room: threading.BoundedSemaphore) -> None:
+def _connect(inside: socket.socket, path: str, room: Any) -> None:
+    import threading
+
     try:
-        with inside, outside:
+        with inside, socket.socket(socket.AF_UNIX) as outside:
+            inside.setblocking(True)
             outside.connect(path)
             back = threading.Thread(target=_copy, args=(outside, inside), daemon=True)
             back.start()

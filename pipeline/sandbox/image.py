@@ -9,7 +9,6 @@ Leaves out: archives of `docker save`, and registries.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -34,7 +33,7 @@ class ImageError(SandboxError):
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ImageLayer:
     """A layer of an OCI image."""
 
     blob: str  # its file
@@ -47,7 +46,8 @@ class Image:
 
     form: Literal["squashfs", "folder", "oci"]
     path: str  # absolute
-    layers: list[Layer] = field(default_factory=list)  # of an OCI image, the lowest first
+    key: str = ""  # of a file or folder in its present state
+    layers: list[ImageLayer] = field(default_factory=list)  # of an OCI image, the lowest first
     environment: dict[str, str] = field(default_factory=dict)  # of an OCI image
     workdir: str = ""  # of an OCI image
 
@@ -61,16 +61,28 @@ def read_image(path: str) -> Image:
         if os.path.isfile(folder):
             with open(folder, "rb") as file:
                 if file.read(len(SQUASHFS)) == SQUASHFS:
-                    return Image("squashfs", folder)
+                    return Image("squashfs", folder, _state_key(folder))
             raise ImageError(f"image: got {path}, a file that is no squashfs. {ADVICE}")
         if os.path.isfile(f"{folder}/{LAYOUT}"):
             return _read_layout(folder, tag)
         if any(os.path.isdir(f"{folder}/{name}") for name in ("bin", "usr/bin")):
-            return Image("folder", folder)
+            return Image("folder", folder, _state_key(folder))
     except OSError as error:
         raise ImageError(f"image: got {path}, which cannot be read: {error}") from None
     found = "a folder without bin, usr/bin or oci-layout" if os.path.isdir(folder) else "which does not exist"
     raise ImageError(f"image: got {path}, {found}. {ADVICE}")
+
+
+def _state_key(path: str) -> str:
+    found = os.stat(path)
+    return key_of(f"{os.path.realpath(path)} {found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}")
+
+
+def key_of(text: str) -> str:
+    """Return the key in the cache for what `text` identifies."""
+    import hashlib  # here, since the container server's forks would copy OpenSSL
+
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _read_layout(folder: str, tag: str) -> Image:
@@ -88,13 +100,12 @@ def _read_layout(folder: str, tag: str) -> Image:
                 raise ImageError(f"image: got {folder}, for {', '.join(map(str, machines))}; expected one for {wanted}")
             manifest = json.loads(Path(_blob(folder, machines[wanted]["digest"])).read_text())
         config = json.loads(Path(_blob(folder, manifest["config"]["digest"])).read_text()).get("config") or {}
-        layers: list[Layer] = []
+        layers: list[ImageLayer] = []
         for entry in manifest["layers"]:
             below = layers[-1].key if layers else ""
-            key = hashlib.sha256(f"{below} {entry['digest']}".encode()).hexdigest()[:32]
-            layers.append(Layer(_blob(folder, entry["digest"]), key))
+            layers.append(ImageLayer(_blob(folder, entry["digest"]), key_of(f"{below} {entry['digest']}")))
         variables = dict(line.split("=", 1) for line in config.get("Env") or [] if "=" in line)
-        return Image("oci", folder, layers, variables, config.get("WorkingDir") or "")
+        return Image("oci", folder, "", layers, variables, config.get("WorkingDir") or "")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ImageError(f"image: got {folder}, whose OCI layout is damaged: {error!r}") from None
 

@@ -7,6 +7,8 @@
       container         an empty folder on which containers mount their root, each in its own mount namespace
       squashfs          likewise for the process that serves a squashfs file
 
+What only the first use of an image needs is imported then, since the container server's forks would copy it.
+
 Nothing removes trees: the folder of temporary files of a job goes with it. Files of a tree belong to the sandbox's user.
 """
 
@@ -14,18 +16,13 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import hashlib
 import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 
 from pipeline.sandbox import linux, squashfs_mount
 from pipeline.sandbox.file_system import USER
 from pipeline.sandbox.image import Image, ImageError
 from pipeline.sandbox.limits import SandboxError
-from pipeline.sandbox.unpack import unpack_layer
 
 VARIABLE = "HETSTEP_IMAGE_CACHE"
 CONTAINER, SQUASHFS = "container", "squashfs"
@@ -37,6 +34,8 @@ OWNED = (".", "usr", "etc", "root", "tmp")  # folders whose owner tells whether 
 
 def cache_folder() -> str:
     """Return the cache's folder and make it if it is missing. Raises SandboxError if another user can write there."""
+    import tempfile
+
     folder = os.environ.get(VARIABLE) or f"{tempfile.gettempdir()}/hetstep-images-{linux.outer_user()}"
     try:
         os.makedirs(folder, 0o711, exist_ok=True)
@@ -59,36 +58,30 @@ def lower_folders(image: Image, cache: str) -> list[str]:
     The first use on a node unpacks what squashfuse cannot mount. Raises ImageError and SandboxError.
     """
     if image.form == "oci":
+        from pipeline.sandbox.unpack import unpack_layer
+
         trees: list[str] = []
         for layer in image.layers:
             trees.insert(0, _tree(cache, layer.key, functools.partial(unpack_layer, layer.blob, below=tuple(trees))))
         return trees
-    key = _key(image.path)
     if image.form == "folder":
         owner = USER if linux.is_root() else os.geteuid()
         folders = [folder for name in OWNED if os.path.isdir(folder := f"{image.path}/{name}")]
         if all(os.stat(folder).st_uid == owner for folder in folders):
             return [image.path]
-        return [_tree(cache, key, functools.partial(_make, image.path, COPY))]
-    if os.path.isdir(tree := f"{cache}/trees/{key}"):
+        return [_tree(cache, image.key, functools.partial(_make, image.path, COPY))]
+    if os.path.isdir(tree := f"{cache}/trees/{image.key}"):
         return [tree]
     try:
-        squashfs_mount.join(image.path, f"{cache}/locks/{key}", f"{cache}/{SQUASHFS}")
+        squashfs_mount.join(image.path, f"{cache}/locks/{image.key}", f"{cache}/{SQUASHFS}")
         return [f"{cache}/{SQUASHFS}"]
     except SandboxError as error:
-        if shutil.which(UNSQUASHFS[0]) is None:
+        if linux.program(UNSQUASHFS[0]) is None:
             raise SandboxError(
                 f"sandbox: {image.path} cannot be mounted ({error}), and there is no unsquashfs. Try to install squashfuse, or"
                 " squashfs-tools, which unpack it once on each node"
             ) from None
-        return [_tree(cache, key, functools.partial(_make, image.path, UNSQUASHFS))]
-
-
-def _key(path: str) -> str:
-    """Return the key of a file or folder in its present state."""
-    found = os.stat(path)
-    state = f"{os.path.realpath(path)} {found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
-    return hashlib.sha256(state.encode()).hexdigest()[:32]
+        return [_tree(cache, image.key, functools.partial(_make, image.path, UNSQUASHFS))]
 
 
 def _tree(cache: str, key: str, make: Callable[[str], None]) -> str:
@@ -99,6 +92,8 @@ def _tree(cache: str, key: str, make: Callable[[str], None]) -> str:
     tree, new = f"{cache}/trees/{key}", f"{cache}/new/{key}"
     if os.path.isdir(tree):
         return tree
+    import subprocess
+
     with open(f"{cache}/locks/{key}", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.isdir(tree):
@@ -115,6 +110,8 @@ def _tree(cache: str, key: str, make: Callable[[str], None]) -> str:
 
 def _make(source: str, command: Sequence[str], tree: str) -> None:
     """Make a tree by `command source tree`, without set-user-id bits and, if root runs it, as nobody's."""
+    import subprocess
+
     command = [*command, *((source, tree) if command is COPY else (tree, source))]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, close_fds=False)
     if done.returncode or not os.path.isdir(tree):

@@ -44,6 +44,12 @@ def die_with_parent() -> None:
     prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
+def program(name: str) -> str | None:
+    """Return the path of a program in PATH, as shutil.which does, which imports more; None if there is none."""
+    paths = (f"{folder}/{name}" for folder in os.get_exec_path())
+    return next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), None)
+
+
 def outer_user() -> int:
     """Return this process's user id outside of its user namespace: root of one container is not root of another."""
     for line in Path("/proc/self/uid_map").read_text().splitlines():
@@ -134,8 +140,11 @@ def counts_processes_by_namespace() -> bool:
     return (int(major), int("".join(c for c in minor if c.isdigit()))) >= (5, 14)
 
 
-def resource_limits(limits: ResourceLimits, count_processes: bool) -> dict[int, tuple[int, int]]:
-    """Return resource -> (soft, hard) for setrlimit(2). No limit is above this process's own hard limit."""
+def resource_limits(limits: ResourceLimits, count_processes: bool, in_container: bool = False) -> dict[int, tuple[int, int]]:
+    """Return resource -> (soft, hard) for setrlimit(2). No limit is above this process's own hard limit.
+
+    Containers may reserve any address space, as JavaScript engines do: some 10 GB for each WebAssembly memory.
+    """
     seconds = int(-(-limits.cpu_s // 1))
     found = {
         resource.RLIMIT_CPU: (seconds, seconds + 1),  # SIGXCPU, then SIGKILL
@@ -150,6 +159,8 @@ def resource_limits(limits: ResourceLimits, count_processes: bool) -> dict[int, 
         resource.RLIMIT_RTPRIO: (0, 0),
         resource.RLIMIT_NICE: (0, 0),
     }
+    if in_container:
+        del found[resource.RLIMIT_AS]
     if count_processes:
         found[resource.RLIMIT_NPROC] = (2 * limits.processes,) * 2  # the guard notices first and can report the cause
     return {number: _within(number, pair) for number, pair in found.items()}

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+MEMORY = ("RssAnon", "RssShmem", "VmSwap", "VmPTE")  # of proc(5), /proc/PID/status
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -17,7 +18,7 @@ class ResourceUsage:
     """Resources of all descendants of a process, without the process itself."""
 
     processes: int  # threads included
-    memory_bytes: int  # private and shared memory, swapped or not, without mapped files; shared memory counts once per process
+    memory_bytes: int  # private and shared memory, swapped or not, and page tables; shared memory counts once per process
     cpu_s: float  # includes ended processes that were sampled or that their parent waited for
 
 
@@ -53,7 +54,7 @@ class UsageMeter:
             lines = status.split("\n")  # a process name may contain \r, \v or \f
             values = dict(line.split(":", 1) for line in lines if ":" in line)
             count += int(values.get("Threads", 1))
-            memory += sum(int(values[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap") if name in values) << 10
+            memory += sum(int(values[name].split()[0]) for name in MEMORY if name in values) << 10
         ended = sum(sum(self._ticks[process]) for process in self._ticks.keys() - ticks)
         received = sum(ticks[process][1] - self._ticks[process][1] for process in self._ticks.keys() & ticks)
         self._lost += max(0, self._pending - received)

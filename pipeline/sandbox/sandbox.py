@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from pipeline.sandbox import bubblewrap, cgroup, guard_client
 from pipeline.sandbox.bubblewrap import Isolation
-from pipeline.sandbox.container import Container, Endpoint
+from pipeline.sandbox.container import Container, ContainerEndpoint
 from pipeline.sandbox.file_system import environment, file_system_view, python
 from pipeline.sandbox.guard_client import InteractiveProgram
 from pipeline.sandbox.library_path import library_folders
@@ -116,7 +116,7 @@ class Sandbox:
         """Start an interactive program. Takes the same arguments as `run`; discards its stderr."""
         return InteractiveProgram(self._isolation, self._limits(wall_s), argv, files or {})
 
-    def open(self, image: str, endpoint: Endpoint | None = None) -> Container:
+    def open(self, image: str, endpoint: ContainerEndpoint | None = None) -> Container:
         """Return a new container of an image (image.py), for several programs. Needs isolation.
 
         image: an absolute path. endpoint: the only address that its programs reach. Raises ImageError and SandboxError.

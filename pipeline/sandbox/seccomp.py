@@ -189,6 +189,8 @@ def _container_rules() -> dict[str, list[bytes]]:
         "sendto": [_return(ALLOW)],
         "mknod": [_argument(1), *no_device],
         "mknodat": [_argument(2), *no_device],
+        **{call: [_return(INVALID)] for call in ("sendfile", "splice")},  # libraries then read and write
+        "memfd_create": [_return(ABSENT)],
         **{call: [_return(NO_ATTRIBUTES)] for call in ("setxattr", "lsetxattr", "fsetxattr")},
         **{call: [_return(GRANTED)] for call in ("chown", "lchown", "fchown", "fchownat")},
     }

@@ -129,7 +129,7 @@ def _exchange(
     """
     mark = secrets.token_hex(16)
     text = shlex.quote(command.replace("\0", ""))
-    script = f"eval {text} </dev/null\nprintf '\\n%s %d\\n' {mark} \"$?\"\n"
+    script = f"eval {text} </dev/null\ncommand printf '\\n%s %d\\n' {mark} \"$?\"\n"
     try:
         program.send(script.encode(errors="replace"), deadline)
         return _read(program, mark, output, deadline), "exit"
@@ -153,7 +153,8 @@ def _read(program: InteractiveProgram, mark: str, output: _BoundedOutput, deadli
         at = pending.find(begin)
         if at >= 0 and (end := pending.find(b"\n", at + len(begin))) >= 0:
             output.add(pending[:at])
-            return int(pending[at + len(begin) : end])
+            status = pending[at + len(begin) : end]
+            return int(status) if status.isdigit() else 255  # a program can find out the number and forge the line
         kept = len(begin) + 8 if at < 0 else len(pending) - at
         output.add(pending[: max(0, len(pending) - kept)])
         pending = pending[max(0, len(pending) - kept) :]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import signal
 import time
 
@@ -35,22 +34,28 @@ def join(image: str, lock: str, folder: str) -> None:
 
     The namespace stays while this process lives. Raises SandboxError if squashfuse does not work here.
     """
-    programs = [program for program in map(shutil.which, PROGRAMS) if program]
+    fcntl.flock(os.open(f"{lock}.users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_SH)  # open until the end
+    with open(lock, "a") as starting:
+        fcntl.flock(starting, fcntl.LOCK_EX)
+        if (keeper := _running(lock)) is None:
+            keeper = _started(image, lock, folder)
+    linux.call("setns", keeper, linux.NEWNS if linux.is_root() else linux.NEWUSER | linux.NEWNS)
+    os.close(keeper)
+
+
+def _started(image: str, lock: str, folder: str) -> int:
+    """Start a process that keeps the mount, and return a descriptor of it. Raises SandboxError."""
+    programs = [program for program in map(linux.program, PROGRAMS) if program]
     if not programs:
         raise SandboxError("there is no squashfuse")
     if not os.access(DEVICE, os.R_OK | os.W_OK):
         raise SandboxError(f"this user may not use {DEVICE}")
-    fcntl.flock(os.open(f"{lock}.users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_SH)  # open until the end
-    with open(lock, "a") as starting:
-        fcntl.flock(starting, fcntl.LOCK_EX)
-        reasons: list[str] = []
-        while (keeper := _running(lock)) is None:
-            if not programs:
-                raise SandboxError("; ".join(reasons))
-            program = programs.pop(0)
-            reasons.append(f"{program}: {_start(program, image, lock, folder)}")
-    linux.call("setns", keeper, linux.NEWNS if linux.is_root() else linux.NEWUSER | linux.NEWNS)
-    os.close(keeper)
+    reasons: list[str] = []
+    for program in programs:
+        reasons.append(f"{program}: {_start(program, image, lock, folder)}")
+        if (keeper := _running(lock)) is not None:
+            return keeper
+    raise SandboxError("; ".join(reasons))
 
 
 def _running(lock: str) -> int | None:

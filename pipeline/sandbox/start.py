@@ -133,7 +133,7 @@ def start_isolated(
     if keeper is not None:
         with contextlib.suppress(BrokenPipeError):  # its reader has been killed: the guard's own end is then not watched
             os.write(keeper, str(init).encode())
-    _limit(init, limits, linux.counts_processes_by_namespace())
+    _limit(init, limits, linux.counts_processes_by_namespace(), container is not None)
     return StartedProgram(child, init, go, report)
 
 
@@ -192,9 +192,9 @@ def _spawn(argv: list[str], environment: dict[str, str], stdio: tuple[int, int, 
         os._exit(127)
 
 
-def _limit(pid: int, limits: ResourceLimits, count_processes: bool) -> None:
+def _limit(pid: int, limits: ResourceLimits, count_processes: bool, in_container: bool = False) -> None:
     """Set the limits of a process and of all that it starts, and give it a cgroup where one is delegated."""
-    pairs = linux.resource_limits(limits, count_processes)
+    pairs = linux.resource_limits(limits, count_processes, in_container)
 
     def work() -> None:
         for number, pair in pairs.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import shutil  # imports zlib, bz2 and lzma, which the process without other folders could not
 import stat
 import subprocess
 import tarfile
@@ -69,7 +69,7 @@ def _decompressed(file: IO[bytes]):
     if os.pread(file.fileno(), len(ZSTD), 0) != ZSTD:
         yield file
         return
-    if (program := shutil.which("zstd")) is None:
+    if (program := linux.program("zstd")) is None:
         raise ImageError(f"image: the layer {file.name} is compressed by zstd. Try to install zstd")
     with subprocess.Popen([program, "-dcq"], stdin=file, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

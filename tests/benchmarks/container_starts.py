@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.container_starts [IMAGE] [--at-once N] [--starts N]
 
-A start is a new container and its shell, until the first command's output is here; then both are closed. Without IMAGE, one is
-made of this machine's programs and mounted as a squashfs file where mksquashfs is installed. `--at-once` threads start
-containers at the same time, `--starts` all together. Printed: p50 and p99 of a start alone and at once, and how many mounts,
-processes, descriptors, cgroups and files of the cache there are more than after the first start, when all is closed.
+A start is a new container and its shell, until the first command's output is here. Without IMAGE, one is made of this machine's
+programs and, where mksquashfs is installed, mounted as a squashfs file. `--at-once` containers start at the same time and are
+closed when all have started; `--starts` is the number of all. Printed: p50 and p99 of a start alone and at once, and how many
+mounts, processes, descriptors, cgroups and files of the cache there are more than after the first start.
 
 RESULTS
 """
@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.sandbox import cgroup, image_cache, processes
+from pipeline.sandbox.container import Container
 from pipeline.sandbox.limits import ResourceLimits
 from pipeline.sandbox.sandbox import Sandbox
 from pipeline.sandbox.shell import Shell
@@ -30,16 +31,27 @@ LIMITS = ResourceLimits(wall_s=60.0, memory_bytes=1 << 30, processes=64, scratch
 ALONE = 50
 
 
-def start(sandbox: Sandbox, image: str) -> tuple[float, float]:
-    """Return (seconds of a start, seconds until the container is gone)."""
+def started(sandbox: Sandbox, image: str) -> tuple[float, Container, Shell]:
+    """Return (seconds of a start, its container, its shell)."""
     begun = time.monotonic()
-    with sandbox.open(image) as container:
-        shell = Shell(container, 600.0)
-        said = shell.run("echo ready; echo x > /root/x")
-        started = time.monotonic()
-        assert said.output == "ready\n", said
-        shell.close()
-    return started - begun, time.monotonic() - begun
+    container = sandbox.open(image)
+    shell = Shell(container, 600.0)
+    said = shell.run("echo ready; echo x > /root/x")
+    assert said.output == "ready\n", said
+    return time.monotonic() - begun, container, shell
+
+
+def starts(sandbox: Sandbox, image: str, count: int, at_once: int) -> list[float]:
+    """Return the seconds of `count` starts, `at_once` at the same time; these are open until all of them have started."""
+    seconds = []
+    with ThreadPoolExecutor(at_once) as pool:
+        for _ in range(count // at_once):
+            batch = list(pool.map(lambda _: started(sandbox, image), range(at_once)))
+            for taken, container, shell in batch:
+                seconds.append(taken)
+                shell.close()
+                container.close()
+    return seconds
 
 
 def census(cache: Path) -> dict[str, int]:
@@ -47,7 +59,7 @@ def census(cache: Path) -> dict[str, int]:
     counts = {
         "mounts": len(Path("/proc/self/mounts").read_text().splitlines()),
         "processes of this program": len(processes.descendants(os.getpid())),
-        "processes of bubblewrap": sum(_is_of_bubblewrap(pid) for pid in os.listdir("/proc") if pid.isdigit()),
+        "processes elsewhere": sum(_names(pid, cache) for pid in os.listdir("/proc") if pid.isdigit()),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "files of the cache": sum(1 for _ in cache.rglob("*")),
     }
@@ -56,9 +68,10 @@ def census(cache: Path) -> dict[str, int]:
     return counts
 
 
-def _is_of_bubblewrap(pid: str) -> bool:
+def _names(pid: str, cache: Path) -> bool:
+    """Return whether a process's command names the cache, as bubblewrap's and squashfuse's do."""
     try:
-        return b"bwrap" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return os.fsencode(cache) in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -82,13 +95,10 @@ def main() -> None:
     try:
         image = asked.image or str((squashed if shutil.which("mksquashfs") else Path)(make_root(folder / "root")))
         sandbox = Sandbox(LIMITS)
-        start(sandbox, image)
+        starts(sandbox, image, 1, 1)
         before = census(folder / "cache")
-        print("one at a time:", percentiles([start(sandbox, image)[0] for _ in range(ALONE)]), flush=True)
-        begun = time.monotonic()
-        with ThreadPoolExecutor(asked.at_once) as pool:
-            at_once = list(pool.map(lambda _: start(sandbox, image)[0], range(asked.starts)))
-        print(f"{asked.at_once} at once:", percentiles(at_once), f"in {time.monotonic() - begun:.0f} s", flush=True)
+        print("one at a time:", percentiles(starts(sandbox, image, ALONE, 1)), flush=True)
+        print(f"{asked.at_once} at once:", percentiles(starts(sandbox, image, asked.starts, asked.at_once)), flush=True)
         after = census(folder / "cache")
         print("left:", ", ".join(f"{after[kind] - before[kind]} {kind}" for kind in before))
     finally:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.sandbox.container import Container, Endpoint
+from pipeline.sandbox.container import Container, ContainerEndpoint
 from pipeline.sandbox.sandbox import Sandbox
 
 PRELUDE = """
@@ -36,7 +36,7 @@ class Attacker:
     def __init__(self, sandbox: Sandbox, image: str, told: dict) -> None:
         self.sandbox, self.image, self.told = sandbox, image, told
 
-    def open(self, endpoint: Endpoint | None = None) -> Container:
+    def open(self, endpoint: ContainerEndpoint | None = None) -> Container:
         return self.sandbox.open(self.image, endpoint)
 
     def holds(self, container: Container, program: str) -> bool:
@@ -160,7 +160,7 @@ def another_socket(at: Attacker) -> bool:
                 listener.bind(f"{folder}/{name}")
                 listener.listen()
             at.told = {**at.told, "sockets": folder}
-            with at.open(Endpoint(f"{folder}/endpoint", 8000)) as one:
+            with at.open(ContainerEndpoint(f"{folder}/endpoint", 8000)) as one:
                 control = "socket.create_connection(('127.0.0.1', 8000)).sendall(b'GET')"
                 assert at.holds(one, control) and endpoint.accept()[0].recv(3) == b"GET"
                 return at.holds(
@@ -182,6 +182,8 @@ def through_proc(at: Attacker) -> bool:
         return at.holds(
             one,
             """
+opened = os.listdir("/proc/self/fd")
+len(opened) == 4 or escaped(opened)  # one of them lists them
 for pid in ("1", "self", str(os.getppid())):
     for way in ("root", "cwd", "root/proc/1/root"):
         refused(open, f"/proc/{pid}/{way}" + told["folder"] + "/secret")

@@ -1,20 +1,23 @@
 """The page's table matches the attacks' results, and the attacks succeed without a sandbox."""
 
 import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.sandbox import attacks
+from pipeline.sandbox.sandbox import Sandbox
+from tests.sandbox import attacks, container_attacks
 from tests.sandbox.conftest import unusable
-from tests.sandbox.hosts import can_be_elsewhere
+from tests.sandbox.hosts import LIMITS, Host, can_be_elsewhere
 
 NEAR = "as root" if os.geteuid() == 0 else "as a user"
-IN_IMAGE = f"in an image, {NEAR}"
 
 
 @pytest.mark.parametrize(
     "column",
-    [column if column in (NEAR, IN_IMAGE) else pytest.param(column, marks=pytest.mark.full) for column in attacks.COLUMNS],
+    [column if column == NEAR else pytest.param(column, marks=pytest.mark.full) for column in attacks.COLUMNS],
 )
 def test_the_table_matches_the_attacks_results(column: str):
     if column.endswith("as root") and NEAR != "as root":
@@ -34,6 +37,20 @@ def test_the_table_matches_the_attacks_results(column: str):
         }
     finally:
         host.close()
+
+
+@pytest.mark.parametrize("attack", container_attacks.ATTACKS)
+def test_attacks_by_several_programs(attack: str, image_root: Path, image_host: Host):
+    limits = replace(LIMITS, wall_s=20.0, cpu_s=10.0, open_files=64)
+    attacker = container_attacks.Attacker(Sandbox(limits), str(image_root), image_host.told())
+    assert container_attacks.ATTACKS[attack](attacker)
+
+
+@pytest.fixture(scope="module")
+def image_host() -> Iterator[Host]:
+    host = Host()
+    yield host
+    host.close()
 
 
 def test_the_table_is_formatted_as_written():

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.sandbox import container, image_cache, processes
-from pipeline.sandbox.container import Container, Endpoint
+from pipeline.sandbox.container import Container, ContainerEndpoint
 from pipeline.sandbox.image import ImageError, read_image
 from pipeline.sandbox.limits import ResourceLimits, SandboxError
 from pipeline.sandbox.sandbox import Sandbox
@@ -322,7 +322,7 @@ def test_the_only_address_that_a_container_reaches(sandbox: Sandbox, root: Path,
     path = str(tmp_path / "endpoint")
     with _UnixServer(path, _Answers) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with sandbox.open(str(root), Endpoint(path)) as with_endpoint, sandbox.open(str(root)) as without:
+        with sandbox.open(str(root), ContainerEndpoint(path)) as with_endpoint, sandbox.open(str(root)) as without:
             assert with_endpoint.run(["python3", "-c", ASK]).stdout == b"/v1/chat 300000\nConnectionRefusedError\n"
             with ThreadPoolExecutor(4) as pool:
                 answers = list(pool.map(lambda _: with_endpoint.run(["python3", "-c", ASK]).stdout, range(4)))

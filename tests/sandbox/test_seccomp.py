@@ -153,7 +153,9 @@ IN_CONTAINERS = {  # call: (arguments, verdict)
     "ptrace": [((0,), DENY)],
     "clone": [((0x10000000 | 17,), DENY), ((17,), ALLOW)],
     "mmap": [((0, 4096, 3, 0x21), DENY)],
-    "memfd_create": [((0,), DENY)],
+    "memfd_create": [((0,), ABSENT)],
+    "sendfile": [((0,), INVALID)],
+    "vmsplice": [((0,), DENY)],
 }  # fmt: skip
 
 
