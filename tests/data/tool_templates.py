@@ -222,9 +222,7 @@ def mask_difference(model: Model, count: int = 1) -> str:
     encoder = Encoder(tokenizer, TokenizerConfig(), DataConfig(), DatasetConfig(messages_key="messages"))
     tokens, mask = encoder.conversation({"messages": messages, "tools": [TOOL]})
     learned = [part for part in learned_text(tokenizer, tokens, mask) if part]
-    end = "" if model.end == "<|observation|>" else model.end
-    turns = [sampled(model, text, before, said) for before, said in ((QUESTIONS, first), (messages[: 2 + count], second))]
-    wanted = [part.removesuffix(model.end) + end for part in turns]
+    wanted = [sampled(model, text, before, said) for before, said in ((QUESTIONS, first), (messages[: 2 + count], second))]
     return "" if learned == wanted else f"{learned}, not {wanted}"
 
 
