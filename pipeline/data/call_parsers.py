@@ -29,10 +29,13 @@ from pipeline.config import TokenizerConfig
 from pipeline.data.columns import Message
 from pipeline.data.rendering import PROBE_KEY, PROBE_NAME, PROBE_VALUE, ChatTemplate, TemplateRefusal
 from pipeline.data.tool_messages import ParsedTurn, ToolCall, as_function
+from pipeline.data.turn_ends import find_turn_ends
 from pipeline.recipe.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 TOOL_PARSER, REASONING_PARSER = "policy.generation.tool_parser", "policy.generation.reasoning_parser"
 HARMONY, HERMES = "openai", "hermes"
@@ -51,7 +54,7 @@ FORMATS = {
     r"<arg_key>": "glm45",
     r"<tool_call>.*<function=": "qwen3_coder",
     r"<tool_call>": HERMES,
-    r"<\|python_tag\|>": "llama3_json",
+    r"<\|python_tag\|>|\"parameters\": dictionary of argument name": "llama3_json",
     r"functools\[": "phi4_mini_json",
 }
 """A pattern in chat templates -> the parser of its calls, the first that applies."""
@@ -62,6 +65,7 @@ HARMONY_MESSAGE = re.compile(
     r"(?P<header>(?:(?!<\|message\|>|<\|end\|>).)*)<\|message\|>(?P<body>.*?)(?P<end><\|(?:end|call|return)\|>|\Z)", re.S
 )
 HARMONY_CALL = re.compile(r"to=functions\.([^\s<]+)")
+OPENING = 32  # tokens at the end of a prompt that may have the mark that begins reasoning
 NO_CALL = "no call in the model's format can be read"
 
 
@@ -88,6 +92,8 @@ class CallParser:
         """
         template = tokenizer.get_chat_template(tools=[]) if chat and tokenizer.chat_template else ""
         self._tokenizer, self._name = tokenizer, tool_parser or parser_for(template) or HERMES
+        origin = "the recipe" if tool_parser else "the chat template" if parser_for(template) else "default"
+        logger.info("tool calls are read in the format %s (of %s)", self._name, origin)
         self._special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._class = None if self._name == HARMONY else _load("tool", self._name, TOOL_PARSER, tokenizer)
         self._reasoner: Any = None
@@ -101,7 +107,7 @@ class CallParser:
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends with the mark that begins reasoning."""
-        return bool(self._marks[0]) and self._decode(prompt[-8:]).rstrip().endswith(self._marks[0])
+        return bool(self._marks[0]) and self._decode(prompt[-OPENING:]).rstrip().endswith(self._marks[0])
 
     def parse(
         self,
@@ -196,10 +202,9 @@ class CallParser:
             return
         written = whole[len(prompt) :] if whole.startswith(prompt) else whole[whole.rindex("?") + 1 :]
         before, _, after = written.rpartition(PROBE_NAME)
-        ends = [token for id, token in self._tokenizer.added_tokens_decoder.items() if id in self._special]
         closing = after.rpartition(PROBE_VALUE)[2].rstrip()
-        for token in ends:
-            closing = closing.removesuffix(token.content)
+        for end in find_turn_ends(self._tokenizer, template.variables).texts:
+            closing = closing.removesuffix(end)
         opening = [tag for tag in TAG.findall(before) if tag not in {*self._marks}]
         self._open = opening[-1] if opening else before.strip()
         self._close = (TAG.findall(closing) or [""])[-1] if opening else ""

@@ -1,6 +1,7 @@
 """`python -m tests.data.tool_templates`: do we write and read tool calls as published chat templates do?
 
-The templates in tests/data/templates are those that the models were published with. Each plays an episode of two turns with
+The templates in tests/data/templates are those that the models were published with, as TRL (trl/chat_templates) and llama.cpp
+(models/templates: Mistral, DeepSeek) keep them. Each plays an episode of two turns with
 calls, whose turns are the text that the template itself writes for them. The columns:
 
 - `shown`: the template shows tools in prompts. Submission refuses one that does not, with the reason below the table.
