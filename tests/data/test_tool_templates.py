@@ -2,7 +2,6 @@
 
 import functools
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,11 +113,12 @@ def test_calls_of_unknown_tools_are_read(name):
         ("<|channel|>commentary to=functions.add<|message|>{", ParsedTurn("", "", (), "a call without <|call|>")),
         ("<|channel|>commentary to=functions.add", ParsedTurn("", "", (), "a call without <|message|>")),
         ("5", ParsedTurn("5")),
+        ("to=functions.add" * 20_000, ParsedTurn("", "", (), "a call without <|message|>")),  # in linear time
     ],
 )
 def test_gpt_oss_calls_tools_in_channels(text, expected):
     read = parse(MODELS["gpt-oss"], text)
-    assert replace(read, content=read.content if not read.malformed else "") == expected
+    assert read == expected
 
 
 def test_a_parser_that_does_not_read_the_templates_calls_is_refused():
