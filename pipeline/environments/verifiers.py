@@ -110,7 +110,7 @@ class Verifiers(BuiltinEnvironment):
         event = self._bridge.answer(episode, turn, self._timeout_s)
         if isinstance(event, bridge.CompletionRequest):
             replies = event.messages[message_count + 1 :]
-            return Outcome(0.0, {}, replies, turn if "tool_calls" in turn else None)
+            return Outcome(0.0, {}, replies, turn=turn if "tool_calls" in turn else None)
         if not event.ok:
             raise RuntimeError(
                 "; ".join(f"{error.type}: {error.message}" for error in event.errors) or f"ended by {event.stop_condition}"

@@ -110,7 +110,7 @@ def test_a_call_after_thoughts_of_their_own_turn_counts():
         "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>"
     )
     for thought, called in ((True, 1), (False, 0)):
-        outcome = environment.step_answer(environment.reset(prompt), AnsweredTurn(text, None, thought))
+        outcome = environment.step_answer(environment.reset(prompt), AnsweredTurn(text, thought=thought))
         assert outcome.metrics["calls"] == called
 
 
