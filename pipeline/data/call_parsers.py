@@ -29,10 +29,13 @@ from pipeline.config import TokenizerConfig
 from pipeline.data.columns import Message
 from pipeline.data.rendering import PROBE_KEY, PROBE_NAME, PROBE_VALUE, ChatTemplate, TemplateRefusal
 from pipeline.data.tool_messages import ParsedTurn, ToolCall, as_function
+from pipeline.data.turn_ends import find_turn_ends
 from pipeline.recipe.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 TOOL_PARSER, REASONING_PARSER = "policy.generation.tool_parser", "policy.generation.reasoning_parser"
 HARMONY, HERMES = "openai", "hermes"
@@ -51,17 +54,16 @@ FORMATS = {
     r"<arg_key>": "glm45",
     r"<tool_call>.*<function=": "qwen3_coder",
     r"<tool_call>": HERMES,
-    r"<\|python_tag\|>": "llama3_json",
+    r"<\|python_tag\|>|\"parameters\": dictionary of argument name": "llama3_json",
     r"functools\[": "phi4_mini_json",
 }
 """A pattern in chat templates -> the parser of its calls, the first that applies."""
 REASONING = {"[THINK]": "[/THINK]", "<seed:think>": "</seed:think>", "<|channel>thought": "<channel|>", "<think>": "</think>"}
 """The marks that begin and end reasoning, the first whose end the chat template has; else the last."""
 TAG = re.compile(r"<[^<>\s\"'{}]{2,60}>|\[[A-Z_]+\]")
-HARMONY_MESSAGE = re.compile(
-    r"(?P<header>(?:(?!<\|message\|>|<\|end\|>).)*)<\|message\|>(?P<body>.*?)(?P<end><\|(?:end|call|return)\|>|\Z)", re.S
-)
+HARMONY_END = re.compile(r"(<\|(?:end|call|return)\|>)")
 HARMONY_CALL = re.compile(r"to=functions\.([^\s<]+)")
+OPENING = 32  # tokens at the end of a prompt that may have the mark that begins reasoning
 NO_CALL = "no call in the model's format can be read"
 
 
@@ -88,6 +90,8 @@ class CallParser:
         """
         template = tokenizer.get_chat_template(tools=[]) if chat and tokenizer.chat_template else ""
         self._tokenizer, self._name = tokenizer, tool_parser or parser_for(template) or HERMES
+        origin = "the recipe" if tool_parser else "the chat template" if parser_for(template) else "default"
+        logger.info("tool calls are read in the format %s (of %s)", self._name, origin)
         self._special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._class = None if self._name == HARMONY else _load("tool", self._name, TOOL_PARSER, tokenizer)
         self._reasoner: Any = None
@@ -95,13 +99,15 @@ class CallParser:
             self._reasoner = _load("reasoning", reasoning_parser, REASONING_PARSER, tokenizer)(tokenizer)
         end = getattr(self._reasoner, "reasoning_end_str", None)
         self._marks = (getattr(self._reasoner, "reasoning_start_str", None) or "", end) if end else _marks(template)
-        self._open, self._close = ("<tool_call>", "</tool_call>") if self._name == HERMES else ("", "")
+        self._open, self._close = ("<tool_call>", "</tool_call>") if self._name == HERMES else ("", "")  # marks around a call
+        self._begin = self._open  # the mark before a turn's first call
         if chat and template:
             self._compare(ChatTemplate(tokenizer, config.chat_template_kwargs))
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends with the mark that begins reasoning."""
-        return bool(self._marks[0]) and self._decode(prompt[-8:]).rstrip().endswith(self._marks[0])
+        begin = self._marks[0].rstrip()
+        return bool(begin) and self._decode(prompt[-OPENING:]).rstrip().endswith(begin)
 
     def parse(
         self,
@@ -128,7 +134,7 @@ class CallParser:
             return _read_harmony(text)
         reasoning, content = self._split(text, thinks)
         calls, rest, why = self._calls(content, tools)
-        begun = content.count(self._open) if self._open else 0
+        begun = (content.count(self._open) or content.count(self._begin)) if self._open else 0
         if calls and self._close and self._close not in content[content.rfind(self._open) :]:
             if len(calls) >= begun:
                 calls.pop()  # a parser completes what the policy did not write
@@ -174,41 +180,25 @@ class CallParser:
         A template that writes no calls leaves this to the recipe: its prompts say how to call tools.
         """
         question: Message = {"role": "user", "content": "?"}
-        function = {"name": PROBE_NAME, "arguments": {PROBE_KEY: PROBE_VALUE}}
-        turn: Message = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "call00001", "type": "function", "function": function}],
-        }
-        tools = [
-            as_function(
-                {
-                    "name": PROBE_NAME,
-                    "description": "?",
-                    "inputSchema": {"type": "object", "properties": {PROBE_KEY: {"type": "string"}}},
-                }
-            )
-        ]
+        call = ToolCall(PROBE_NAME, {PROBE_KEY: PROBE_VALUE}, "", "call00000")
+        parameters = {"type": "object", "properties": {PROBE_KEY: {"type": "string"}}}
+        tools = [as_function({"name": PROBE_NAME, "description": "?", "inputSchema": parameters})]
         try:
             prompt = template.text([question], tools=tools, add_generation_prompt=True)
-            whole = template.text([question, turn], tools=tools)
+            whole = template.text([question, ParsedTurn(calls=(call,)).message], tools=tools)
         except TemplateRefusal:
             return
         written = whole[len(prompt) :] if whole.startswith(prompt) else whole[whole.rindex("?") + 1 :]
-        before, _, after = written.rpartition(PROBE_NAME)
-        ends = [token for id, token in self._tokenizer.added_tokens_decoder.items() if id in self._special]
+        before, name, after = written.rpartition(PROBE_NAME)
         closing = after.rpartition(PROBE_VALUE)[2].rstrip()
-        for token in ends:
-            closing = closing.removesuffix(token.content)
-        opening = [tag for tag in TAG.findall(before) if tag not in {*self._marks}]
-        self._open = opening[-1] if opening else before.strip()
-        self._close = (TAG.findall(closing) or [""])[-1] if opening else ""
-        turn_text = before + PROBE_NAME + after
-        found = self.parse(turn_text.rstrip(), tools)
-        if [(call.name, call.arguments) for call in found.calls] != [(PROBE_NAME, {PROBE_KEY: PROBE_VALUE})]:
-            message = (
-                f"got {self._name}, which does not read the calls that the chat template writes, such as {turn_text.strip()!r}"
-            )
+        for end in find_turn_ends(self._tokenizer, template.variables).texts:
+            closing = closing.removesuffix(end)
+        opening = [tag for tag in TAG.findall(before) if tag not in self._marks] or [before.strip()]
+        self._begin, self._open = opening[0] if whole.startswith(prompt) else opening[-1], opening[-1]
+        self._close = (TAG.findall(closing) or [""])[-1] if TAG.fullmatch(self._open) else ""
+        written = (before + name + after).strip()
+        if self.parse(written, tools).calls != (call,):
+            message = f"got {self._name}, which does not read the calls that the chat template writes, such as {written!r}"
             raise RecipeError(Problem(TOOL_PARSER, "contradiction", f"{message}. Try another of vLLM's parsers"))
 
 
@@ -286,24 +276,20 @@ def _reason(error: BaseException) -> str:
 def _read_harmony(text: str) -> tuple[str, str, list[tuple[str, str]], str]:
     """Read gpt-oss's format: messages of channels, of which those to `functions.NAME` are calls.
 
-    The assistant's header, <|start|>assistant, precedes each message but the first, whose header the prompt has.
+    A message is HEADER<|message|>TEXT and a token that ends it. The prompt has the beginning of the first header.
     """
-    parts: dict[str, list[str]] = {"analysis": [], "final": []}
-    calls: list[tuple[str, str]] = []
-    malformed = ""
-    for message in HARMONY_MESSAGE.finditer(text):
-        header, body = message["header"], message["body"]
-        if call := HARMONY_CALL.search(header):
-            if message["end"] == "<|call|>":
-                calls.append((call[1], body))
-            else:
-                malformed = "a call without <|call|>"
+    reasoning, content, calls, malformed = [], [], [], ""
+    pieces = [*HARMONY_END.split(text), ""]
+    for message, end in zip(pieces[::2], pieces[1::2], strict=True):
+        header, mark, body = message.partition("<|message|>")
+        call = HARMONY_CALL.search(header)
+        if call and mark and end == "<|call|>":
+            calls.append((call[1], body))
+        elif call:
+            malformed = f"a call without {'<|call|>' if mark else '<|message|>'}"
         else:
-            parts["analysis" if "<|channel|>analysis" in header else "final"].append(body)
-    if not calls and not malformed and "to=functions." in HARMONY_MESSAGE.sub("", text):
-        malformed = "a call without <|message|>"
-    content = "\n".join(parts["final"]) if calls or any(parts.values()) else text
-    return "\n".join(parts["analysis"]), content, calls, malformed
+            (reasoning if "<|channel|>analysis" in header else content).append(body if mark else header)
+    return "\n".join(reasoning), "\n".join(content), calls, malformed
 
 
 def _checked(name: str, arguments: str, id: str) -> ToolCall:

@@ -12,6 +12,7 @@ Not supported: images.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from pipeline.data.plain_text import PlainText, tokens_with_text
 from pipeline.data.records import Continuation, Example, RecordReader, Turns, check_prompt_text
 from pipeline.data.rendering import ChatTemplate
 from pipeline.data.templates import check_template, check_tools, choose_template
+from pipeline.data.turn_ends import find_turn_ends
 from pipeline.data.turns import GENERATION_BLOCK, AssistantTurns
 from pipeline.recipe import user_files
 from pipeline.recipe.problems import Problem, RecipeError
@@ -149,7 +151,7 @@ class Encoder(RecordReader):
         def render(messages: list[Message], **options: Any) -> str:
             return self.template.text(messages, **turns.options, **options)
 
-        assistant = AssistantTurns(render, self._added, turns.messages, turns.first, self.data.learn_prefilled)
+        assistant = AssistantTurns(render, self._added, turns.messages, turns.first, self.data.learn_prefilled, self._endless)
         if GENERATION_BLOCK.search(self.tokenizer.get_chat_template(tools=turns.options.get("tools"))):
             tokens, mask = self._masked_by_marks(turns, assistant)
         else:
@@ -158,6 +160,11 @@ class Encoder(RecordReader):
             roles = [message["role"] for message in turns.messages]
             raise ValueError(f"the chat template renders no text of the assistant; the roles are {roles}")
         return tokens, mask
+
+    @functools.cached_property
+    def _endless(self) -> bool:
+        """Whether the chat template ends no turn with a token."""
+        return not find_turn_ends(self.tokenizer, self.template.variables).texts
 
     def _bare_tokens(self, text: str) -> list[int]:
         """Return the tokens of a rendered text. The tokenizer adds no special tokens: the template has written them."""

@@ -67,7 +67,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> None:
         """Keep the tokenizer and the variables. variables: policy.tokenizer.chat_template_kwargs."""
-        self._tokenizer, self._variables = tokenizer, dict(variables or {})
+        self._tokenizer, self.variables = tokenizer, dict(variables or {})
         self._told_of_tools = False
         self._forms: dict[Any, tuple[bool, Any]] = {}  # content -> form of a turn with tool calls
 
@@ -100,7 +100,7 @@ class ChatTemplate:
 
     def _apply(self, messages: list[Message], **options: Any) -> Any:
         try:
-            return self._tokenizer.apply_chat_template(messages, **{**self._variables, **options})
+            return self._tokenizer.apply_chat_template(messages, **{**self.variables, **options})
         except Exception as error:  # templates raise whatever they like, and jinja2 adds Python's own errors
             plain = isinstance(error, ValueError) or type(error) is jinja2.TemplateError  # raise_exception's
             reason = str(error) if plain else f"{type(error).__name__}: {error}"

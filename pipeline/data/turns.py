@@ -50,13 +50,17 @@ class AssistantTurns:
         messages: list[Message],
         first: int = 0,
         learn_prefilled: bool = False,
+        endless: bool = False,
     ) -> None:
         """Render the conversation.
 
         special: the texts of the special tokens. first: the number of the first message whose turn is learned. learn_prefilled:
-        whether reasoning marks of the generation prompt belong to the turn, as in TRL's training templates.
+        whether reasoning marks of the generation prompt belong to the turn, as in TRL's training templates. endless: whether
+        the template ends no turn with a token. A policy then stops at the token that opens the next message, which belongs to
+        the turn.
         """
-        self._render, self._messages, self._learn_prefilled = render, messages, learn_prefilled
+        self._render, self._messages = render, messages
+        self._learn_prefilled, self._endless = learn_prefilled, endless
         self.text = render(messages)
         self._special = frozenset(special)
         longest_first = sorted((re.escape(text) for text in special if text), key=len, reverse=True)
@@ -128,7 +132,8 @@ class AssistantTurns:
         last = i == len(self._messages) - 1
         alone = tail if last else self._tail(self._messages[: i + 1], i)
         followed = self._followed_tail(i) if last else tail
-        return end + len(self._end_of_turn(i, alone, followed))
+        ending = self._end_of_turn(i, alone, followed)
+        return end + len(ending) + (0 if last or not self._endless else len(self._next_opening(tail[len(ending) :])))
 
     def _end_of_turn(self, i: int, alone: str | None, followed: str | None) -> str:
         """Return the part of the text after message i that ends its turn.
@@ -168,6 +173,21 @@ class AssistantTurns:
         except ValueError:
             return ""
         return "" if closing.strip() in alone else closing
+
+    def _next_opening(self, followed: str) -> str:
+        """Return the token that opens the next message, such as GLM's <|observation|>, unless it opens assistants' turns."""
+        opening = next(iter(self._split(followed)), "")
+        return opening if opening in self._special and opening not in self._openers else ""
+
+    @functools.cached_property
+    def _openers(self) -> frozenset[str]:
+        """The special tokens of a generation prompt; all of them if the template refuses a question."""
+        question: list[Message] = [{"role": "user", "content": "?"}]
+        try:
+            header = self._render(question, add_generation_prompt=True).removeprefix(self._render(question))
+        except ValueError:
+            return self._special
+        return self._special & {*self._split(header)}
 
     def _until_special(self, text: str, otherwise: int) -> str:
         """Return a text up to its last special token, if only white space follows it: a sampler stops before the white space.

@@ -50,9 +50,9 @@ class Outcome:
     `reward/NAME` is one of several rewards, which GDPO normalizes on their own."""
     observation: dict[str, Any] | list[dict[str, Any]] | None = None
     """The reply to the policy: a message {"role", "content"}, or several, such as results of calls. None: the episode ends."""
-    turn: dict[str, Any] | None = None  # the policy's turn as a message with `tool_calls`, if the observation has their results
     extracted: str = ""  # the text's answer in a normal form, the same for equal answers; "": none
     notes: dict[str, str] = field(default_factory=dict)  # texts that the run's rollouts show beside the answer
+    turn: dict[str, Any] | None = None  # the policy's turn as a message with `tool_calls`, if the observation has their results
     malformed: bool = False  # the turn cannot be used, as with a malformed tool call; the loss can mask or penalize it
     of_turns: tuple[float, ...] = ()
     """The rewards of each turn of an agent's last conversation, whose sum is `reward`. (): the last turn has it all."""
@@ -64,9 +64,9 @@ class AnsweredTurn:
 
     text: str
     tokens: tuple[int, ...] | None = None  # of the text, with its stop token; None if only the text is known
-    thought: bool = False  # the policy thought before, in a turn of its own
     step: int = 0  # completed training steps when the episode was requested
     max_steps: int = 0  # of the run
+    thought: bool = False  # the policy thought before, in a turn of its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,11 +87,13 @@ def check_arguments(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
     parameters = schema["function"].get("parameters", {})
     properties = parameters.get("properties", {})
     missing = [name for name in parameters.get("required", ()) if name not in arguments]
-    unknown = [name for name in arguments if name not in properties] if "properties" in parameters else []
+    closed = "properties" in parameters and not parameters.get("additionalProperties")
+    unknown = [name for name in arguments if closed and name not in properties]
     if missing or unknown:
         raise MalformedCall(f"the arguments are: {', '.join(properties)}; not: {', '.join(arguments) or 'none'}")
     for name, value in arguments.items():
-        kind = JSON_TYPES.get(str(properties.get(name, {}).get("type")))
+        described = properties.get(name)
+        kind = JSON_TYPES.get(str(described.get("type"))) if isinstance(described, dict) else None
         fits = kind is None or isinstance(value, (int, float) if kind is float else kind)
         if kind and (not fits or (isinstance(value, bool) and kind is not bool)):
             raise MalformedCall(f"argument {name} is {TYPES[kind]}")

@@ -108,9 +108,8 @@ class Tools(BuiltinEnvironment):
     @override
     def tool_schemas(cls, arguments: Any, own_code: bool) -> list[dict[str, Any]]:
         tools = {} if arguments.in_prompts else read_tools("tools", arguments.tools)[0]
-        built_in = {name: TOOLS[str(tool.kind)] for name, tool in tools.items() if tool.kind in TOOLS}
-        own = {name: _described(tool) for name, tool in tools.items() if own_code and name not in built_in}
-        return [function_schema(name, (built_in | own)[name]) for name in tools if name in built_in | own]
+        shown = {name: tool for name, tool in tools.items() if own_code or tool.kind in TOOLS}
+        return [function_schema(name, TOOLS.get(str(tool.kind)) or _described(tool)) for name, tool in shown.items()]
 
     @classmethod
     @override
@@ -196,7 +195,7 @@ class Tools(BuiltinEnvironment):
             {"role": "tool", "tool_call_id": id, **name, "content": result}
             for id, name, result in zip(ids, names, results, strict=False)
         ]
-        return Outcome(0.0, {"accuracy": 0.0, **_metrics(episode)}, messages, turn.message if turn.calls else None)
+        return Outcome(0.0, {"accuracy": 0.0, **_metrics(episode)}, messages, turn=turn.message if turn.calls else None)
 
     @override
     def close(self) -> None:

@@ -29,7 +29,7 @@ from pipeline.environments.environment import AnsweredTurn, BuiltinEnvironment, 
 from pipeline.recipe.values import MISSING, Text
 
 if TYPE_CHECKING:
-    from pipeline.environments.verifiers_bridge import TaskEpisode
+    from pipeline.environments.verifiers_bridge import CompletionRequest, TaskEpisode
     from pipeline.types import Prompt
 
 
@@ -106,11 +106,11 @@ class Verifiers(BuiltinEnvironment):
         bridge = _load_bridge()
         assert episode.request is not None
         message_count = len(episode.request.messages)
-        turn = self._turn(answer)
+        turn = self._turn(episode.request, answer)
         event = self._bridge.answer(episode, turn, self._timeout_s)
         if isinstance(event, bridge.CompletionRequest):
             replies = event.messages[message_count + 1 :]
-            return Outcome(0.0, {}, replies, turn if "tool_calls" in turn else None)
+            return Outcome(0.0, {}, replies, turn=turn if "tool_calls" in turn else None)
         if not event.ok:
             raise RuntimeError(
                 "; ".join(f"{error.type}: {error.message}" for error in event.errors) or f"ended by {event.stop_condition}"
@@ -123,9 +123,10 @@ class Verifiers(BuiltinEnvironment):
     def close(self) -> None:
         self._bridge.close()
 
-    def _turn(self, answer: AnsweredTurn) -> dict[str, Any]:
+    def _turn(self, request: CompletionRequest, answer: AnsweredTurn) -> dict[str, Any]:
         """Return an answer as an assistant message. Malformed calls alone stay in its text, so that the task sees an answer."""
-        turn = self._parser.parse(answer.text if answer.tokens is None else answer.tokens)
+        said = answer.text if answer.tokens is None else answer.tokens
+        turn = self._parser.parse(said, request.tools, first=len(request.messages))
         calls = tuple(call for call in turn.calls if not call.error)
         if not calls:
             return {"role": "assistant", "content": answer.text}

@@ -45,6 +45,7 @@ class CompletionRequest:
 
     messages: list[Message]
     answer: asyncio.Future[Message]  # of the bridge's loop
+    tools: list[dict[str, Any]]  # JSON schemas
 
 
 @dataclass
@@ -241,7 +242,7 @@ class Bridge:
         episode = self._runs[body["model"]][0]()
         if episode is None:
             raise web.HTTPGone
-        completion = CompletionRequest(body["messages"], self._loop.create_future())
+        completion = CompletionRequest(body["messages"], self._loop.create_future(), body.get("tools", []))
         self._open_answers[body["model"]] = completion.answer
         episode.events.put(completion)
         del episode  # so that it can be garbage-collected, which ends the run, while this waits

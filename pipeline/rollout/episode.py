@@ -129,8 +129,8 @@ class Episode:
         tokens, last, stop = answer.tokens, self.is_last_turn, answer.stop
         if self.is_unanswered:
             tokens, last, stop = np.zeros(0, np.int32), True, ""
-        thought = self.has_thought
-        return StepRequest(self.id, str(self), environment, prompt, tokens, last, room, stop, thought, self.work.step)
+        step, thought = self.work.step, self.has_thought
+        return StepRequest(self.id, str(self), environment, prompt, tokens, last, room, stop, step, thought)
 
     def drawn_spans(self) -> list[VersionSpan]:
         """Return the version spans of all drawn turns, without the turn that is being drawn."""

@@ -1,24 +1,30 @@
 """Tool calls and their results in the templates that models were published with."""
 
+import functools
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from pipeline.config import TokenizerConfig
+from pipeline.config import DataConfig, DatasetConfig, TokenizerConfig
 from pipeline.data.call_parsers import CallParser
+from pipeline.data.chat import Encoder
 from pipeline.data.observations import CUT, Observations
+from pipeline.data.records import Turns
+from pipeline.data.rendering import ChatTemplate
 from pipeline.data.tool_messages import ParsedTurn, ToolCall
+from tests.data.published_templates import learned_text
 from tests.data.tool_templates import (
     COLUMNS,
     MODELS,
+    QUESTIONS,
     TOOL,
     parse,
     refusal,
     results,
     row,
     said_in,
+    sampled,
     token_difference,
     tokenizer_of,
     turn,
@@ -37,6 +43,23 @@ def test_what_the_template_writes_is_encoded_read_and_learned(name):
     expected = dict.fromkeys(COLUMNS, "") | {"parallel": MODELS[name].parallel}
     assert cells | {"shown": ""} == expected
     assert bool(cells["shown"]) == (name in DROPPED)
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_preferences_learn_calls_and_answers_without_results(name):
+    """The answers differ in their first calls. What is learned is what the policy would sample."""
+    model = MODELS[name]
+    made = Encoder(tokenizer_of(model), TokenizerConfig(), DataConfig(), DatasetConfig())
+    text = functools.partial(ChatTemplate(tokenizer_of(model)).text, tools=[TOOL])
+    said = [turn(number) for number in (1, 2)]
+    chosen, rejected = ([*QUESTIONS, one, *results(one), {"role": "assistant", "content": "It is 5."}] for one in said)
+    pair = made.pair({"chosen": chosen, "rejected": rejected, "tools": [TOOL]})
+    for example, messages, one in zip(pair, (chosen, rejected), said, strict=True):
+        assert isinstance(example, Turns) and example.first == 1
+        calls, answer = learned_text(made.tokenizer, *made.encode(example))
+        before = [*QUESTIONS, one]
+        last = text(messages).removeprefix(text(messages[:-1], add_generation_prompt=True)).rstrip()
+        assert (calls, answer) == (sampled(model, text, before[:-1], one), last)
 
 
 @pytest.mark.parametrize("name", sorted(DROPPED & {*MODELS}))
@@ -90,11 +113,12 @@ def test_calls_of_unknown_tools_are_read(name):
         ("<|channel|>commentary to=functions.add<|message|>{", ParsedTurn("", "", (), "a call without <|call|>")),
         ("<|channel|>commentary to=functions.add", ParsedTurn("", "", (), "a call without <|message|>")),
         ("5", ParsedTurn("5")),
+        ("to=functions.add" * 20_000, ParsedTurn("", "", (), "a call without <|message|>")),  # in linear time
     ],
 )
 def test_gpt_oss_calls_tools_in_channels(text, expected):
     read = parse(MODELS["gpt-oss"], text)
-    assert replace(read, content=read.content if not read.malformed else "") == expected
+    assert read == expected
 
 
 def test_a_parser_that_does_not_read_the_templates_calls_is_refused():

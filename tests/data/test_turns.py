@@ -75,7 +75,7 @@ def said(content: str, **more) -> dict:
 
 def learned(made: Encoder, record: dict) -> list[str]:
     tokens, mask = made.conversation(record)
-    options = {"tools": record.get("tools"), **made.template._variables}
+    options = {"tools": record.get("tools"), **made.template.variables}
     assert tokens.tolist() == made.tokenizer.apply_chat_template(record["messages"], return_dict=False, **options)
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
     return [str(made.tokenizer.decode(tokens[a:b])) for a, b in zip(edges[::2], edges[1::2], strict=True)]
@@ -101,7 +101,7 @@ def test_the_end_of_a_turn_is_the_one_that_the_conversation_has():
     turns = [QUESTION, said("uno"), LATER, said("dos")]
     assert learned(encoder(TWO_ENDS), {"messages": turns}) == ["uno<|end|>", "dos<|return|>"]
     assert learned(encoder(ENDED), {"messages": turns}) == ["uno<|end|>", "dos<|end|>"]
-    assert learned(encoder(OPEN), {"messages": turns}) == ["uno", "dos"]
+    assert learned(encoder(OPEN), {"messages": turns}) == ["uno<|user|>", "dos"]  # its models stop at the next opening
 
 
 @pytest.mark.parametrize(("template", "each"), [(PREFILLED, 4), (TWO_ENDS, 2), (ENDED, 4), (OPEN, 3), (TRIMS, 2)])

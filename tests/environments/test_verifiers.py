@@ -21,6 +21,7 @@ from pipeline.rollout.judges.environment_steps import EnvironmentSettings, StepR
 from pipeline.rollout.judges.pool import JudgePool
 from pipeline.types import Prompt
 from tests.environments.pooled import made, write_tokenizer
+from tests.environments.test_tools import hermes
 
 TASKSETS = Path(__file__).parent / "tasksets"
 installed = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="the package verifiers is not installed")
@@ -39,7 +40,8 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(TASKSETS)
     monkeypatch.setenv("PYTHONPATH", str(TASKSETS))  # of the tools' servers
     kwargs: dict[str, Any] = {"taskset": "hetstep_sums", "config": getattr(request, "param", {})}
-    (made,) = build({"hub": EnvironmentConfig(kind="verifiers", timeout_s=60.0, kwargs=kwargs)}).values()
+    hub = EnvironmentConfig(kind="verifiers", timeout_s=60.0, kwargs=kwargs)
+    (made,) = build({"hub": hub}, call_parser=hermes()).values()
     yield made
     made.close()
     sys.modules.pop("hetstep_sums", None)
@@ -68,9 +70,11 @@ def test_a_tool(environment: Verifiers):
     episode = environment.reset(prompt(3))
     call = '<tool_call>{"name": "adder_add", "arguments": {"a": 3, "b": 3}}</tool_call>'
     first = environment.step(episode, f"let me see {call}")
-    assert (first.reward, first.observation) == (0.0, {"role": "tool", "content": "6"})
+    (told,) = first.observation
+    assert (first.reward, told["role"], told["content"]) == (0.0, "tool", "6")
+    assert [call["id"] for call in first.turn["tool_calls"]] == [told["tool_call_id"]]
     wrong = environment.step(episode, call.replace("adder_add", "subtract"))
-    assert wrong.observation == {"role": "tool", "content": "error: there is no tool 'subtract'"}
+    assert [message["content"] for message in wrong.observation] == ["error: there is no tool 'subtract'"]
     assert environment.step(episode, "6").reward == 1.0
 
 
@@ -96,7 +100,7 @@ def test_a_prompt_of_another_task_is_refused(environment: Verifiers):
 @installed
 def test_an_unknown_taskset():
     with pytest.raises(ValueError, match=r"env\.hub: kind verifiers: taskset: .*no_such_taskset"):
-        build({"hub": EnvironmentConfig(kind="verifiers", kwargs={"taskset": "no_such_taskset"})})
+        build({"hub": EnvironmentConfig(kind="verifiers", kwargs={"taskset": "no_such_taskset"})}, call_parser=hermes())
 
 
 @installed

@@ -1,5 +1,6 @@
 """Episodes with tools, from a record to the last observation, in the tokens of published templates."""
 
+import contextlib
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +15,8 @@ from pipeline.data.observations import Observations
 from pipeline.data.rendering import ChatTemplate
 from pipeline.data.stream import encode_prompt
 from pipeline.environments.build_environments import build
-from pipeline.environments.tool import Tool, ToolSession
+from pipeline.environments.environment import AnsweredTurn
+from pipeline.environments.tool import Tool, ToolError, ToolSession, check_arguments, function_schema
 from pipeline.rollout.judges.environment_steps import CallFailure, EnvironmentSettings, EnvStepper, StepOutcome, StepRequest
 from pipeline.rollout.judges.pool import JudgePool
 from pipeline.types import Prompt
@@ -97,6 +99,38 @@ def test_an_episode_equals_the_rendering_of_its_conversation(name):
         assert tokenizer.decode(held) == text(messages, add_generation_prompt=True)
     last = stepper.step(request(None, tokenizer("5", add_special_tokens=False).input_ids), lambda part: None)
     assert last.over and last.reward == 1.0 and last.metrics["calls"] == 3
+
+
+def test_a_call_after_thoughts_of_their_own_turn_counts():
+    """Qwen3.5's prompt begins the reasoning. With a budget it ends before the answer, whose text has no mark of the end."""
+    model = MODELS["Qwen3.5"]
+    environment = build(ENV, ["sums"], call_parser=parser_of(model))["sums"]
+    prompt = encode_prompt(encoder(model), 0, RECORD)
+    text = (
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>"
+    )
+    for thought, called in ((True, 1), (False, 0)):
+        outcome = environment.step_answer(environment.reset(prompt), AnsweredTurn(text, thought=thought))
+        assert outcome.metrics["calls"] == called
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        ({"a": 1, "b": 2}, ""),
+        ({"a": 1, "b": 2, "note": "x"}, ""),
+        ({"a": 1}, "the arguments are: a, b, note; not: a"),
+        ({"a": 1, "b": 2, "c": 3}, "the arguments are: a, b, note; not: a, b, c"),
+        ({"a": 1, "b": True}, "argument b is a whole number"),
+        ({"a": 1, "b": 2, "note": 3}, "argument note is a text"),
+    ],
+)
+def test_arguments_fit_the_schema(arguments, wrong):
+    schema = function_schema("add", Adder)
+    with pytest.raises(ToolError, match=wrong) if wrong else contextlib.nullcontext():
+        check_arguments(schema, arguments)
+    schema["function"]["parameters"] = {**Adder.schema, "additionalProperties": True}
+    assert "c" not in arguments or check_arguments(schema, arguments) is None
 
 
 def test_a_records_tools_take_the_place_of_the_environments():

@@ -81,8 +81,8 @@ class StepRequest:
     last: bool  # it is the policy's last turn
     room: int  # maximum number of tokens of an observation
     stop: str = ""  # the stop string that ends the tokens, see `Completion.stop`
-    thought: bool = False  # see `AnsweredTurn`
     step: int = 0  # see `RolloutWork.step`
+    thought: bool = False  # see `AnsweredTurn`
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class EnvStepper:
         text = text_before_stop(self._tokenizer, tokens, request.stop)
         begin("step")
         state = self._states[request.episode]
-        answer = AnsweredTurn(text, tuple(tokens), request.thought, request.step, self._max_steps)
+        answer = AnsweredTurn(text, tuple(tokens), request.step, self._max_steps, request.thought)
         outcome = judge_answer(self.environment, state, answer)
         begin("its answer")
         checked = checked_outcome(outcome)

@@ -97,7 +97,7 @@ class FunctionStepper:
         state = await self._in_thread(self.environment.reset, prompt)
 
         async def judge(text: str, tokens: tuple[int, ...]) -> Outcome:
-            answer = AnsweredTurn(text, tokens, step=settings.step, max_steps=self._max_steps)
+            answer = AnsweredTurn(text, tokens, settings.step, self._max_steps)
             return await self._in_thread(judge_answer, self.environment, state, answer)
 
         client = EngineClient(prompt, settings, judge, self._text)

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from launch.preflight import input_files
-from launch.preflight.tool_calls import TABLES
+from launch.preflight.tool_calls import TABLES, _names
 from pipeline import config
+from pipeline.data.call_parsers import FORMATS
 from tests.data.tool_templates import FOLDER
 from tests.launch.model import write_recipe
 from tests.problems import named
@@ -54,3 +55,7 @@ def test_templates_and_parsers_are_checked(found, template, overrides, expected)
     for problem in problems:
         remedy = {TEMPLATE: "env.NAME.kwargs.in_prompts=true", TOOL_PARSER: "hermes"}.get(problem.key, "qwen3")
         assert "Try" in problem.message and remedy in problem.message
+
+
+def test_the_formats_are_parsers_of_vllm():
+    assert {*FORMATS.values()} <= {*_names(TOOL_PARSER)} and "qwen3" in _names("policy.generation.reasoning_parser")
