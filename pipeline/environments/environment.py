@@ -165,6 +165,7 @@ class AgentAccess:
 
     url: str  # http://HOST:PORT; OpenAI's base URL is this and /v1
     key: str
+    socket: str = ""  # path of a Unix socket of the same endpoint
 
     @property
     def variables(self) -> dict[str, str]:

@@ -15,6 +15,8 @@ import asyncio
 import hmac
 import logging
 import secrets
+import shutil
+import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -73,7 +75,10 @@ class AgentEndpoint:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._connect, self._host, 0, backlog=1024)
         address = self._server.sockets[0].getsockname()
-        return AgentAccess(f"http://{address[0]}:{address[1]}", self._key)
+        self._folder = tempfile.mkdtemp(prefix="endpoint-")  # which others cannot enter
+        path = f"{self._folder}/socket"
+        self._unix_server = await loop.create_unix_server(self._connect, path, backlog=1024)
+        return AgentAccess(f"http://{address[0]}:{address[1]}", self._key, path)
 
     def _connect(self) -> Any:
         """Return the protocol of a new connection, which is closed if it sends no request of the episode in time."""
@@ -92,8 +97,10 @@ class AgentEndpoint:
 
     async def close(self) -> None:
         """End the endpoint and its open requests."""
-        self._server.close()
+        for server in (self._server, self._unix_server):
+            server.close()
         await self._runner.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _allows(self, http: web.Request) -> bool:
         sent = http.headers.get("Authorization", "").removeprefix("Bearer ") or http.headers.get("x-api-key", "")
