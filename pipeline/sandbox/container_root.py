@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import socket
 import stat
 import struct
@@ -32,7 +33,9 @@ from pipeline.sandbox.limits import SandboxError
 
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40  # netdevice(7)
 LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
-FOLDERS = {"dev": 0o755, "proc": 0o555, "tmp": 0o1777, "root": 0o700, "etc": 0o755}
+FOLDERS = {"tmp": 0o1777, "root": 0o700, "etc": 0o755, "dev": 0o755, "proc": 0o555}
+MOUNT_POINTS = ("dev", "proc")
+ENROOT_WORKDIR = re.compile(r'^\s*cd "(/[^"]*)" && unset OLDPWD', re.MULTILINE)
 HOSTS = "127.0.0.1\tlocalhost\n::1\tlocalhost\n"
 TCP_BUFFERS = "4096 65536 131072"  # bytes of a socket: least, at first, most; the kernel's own most is 6 MB
 FUSE_OVERLAY = "fuse-overlayfs"
@@ -58,7 +61,10 @@ def keep(asked: dict[str, Any], control: socket.socket) -> None:
         _build(image, asked["cache"], asked["scratch_bytes"], asked["scratch_files"])
         listeners = [] if asked["port"] is None else [_listener(asked["port"])]
         environment = {**_enroot_environment(), **image.environment}
-        answer = {"environment": environment, "workdir": image.workdir or "/"}
+        workdir = image.workdir or _enroot_workdir()
+        with contextlib.suppress(OSError):  # programs that start there then say why
+            os.makedirs(workdir, exist_ok=True)
+        answer = {"environment": environment, "workdir": workdir}
         descriptors = [os.pidfd_open(os.getpid()), *(listener.fileno() for listener in listeners)]
     except Exception as error:
         kind = "image" if isinstance(error, ImageError) else "sandbox"
@@ -92,7 +98,12 @@ def _build(image: Image, cache: str, scratch_bytes: int, scratch_files: int) -> 
         raise SandboxError(f"sandbox: a container's root cannot be built: {error}. {REMEDIES}") from None
     _fill_dev()
     for name, mode in FOLDERS.items():
-        _check_folder(f"root/{name}", mode, image.path)
+        if not os.path.lexists(f"root/{name}"):
+            os.mkdir(f"root/{name}")
+            os.chmod(f"root/{name}", mode)
+    for name in MOUNT_POINTS:
+        if not stat.S_ISDIR(os.lstat(f"root/{name}").st_mode):
+            raise ImageError(f"image: got {image.path}, whose /{name} is no folder")
     linux.call("mount", "dev", "root/dev", None, linux.BIND | linux.REC, None)
     _bring_loopback_up()
     os.chroot("root")
@@ -143,16 +154,6 @@ def _fill_dev() -> None:
     os.chmod("dev/shm", 0o1777)
 
 
-def _check_folder(path: str, mode: int, image: str) -> None:
-    """Make a folder of the root, or raise ImageError if the image has something else there."""
-    try:
-        os.mkdir(path)
-        os.chmod(path, mode)
-    except FileExistsError:
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise ImageError(f"image: got {image}, whose {path.removeprefix('root')} is no folder") from None
-
-
 def _bring_loopback_up() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP | IFF_RUNNING))
@@ -170,13 +171,23 @@ def _listener(port: int) -> socket.socket:
 
 def _enroot_environment() -> dict[str, str]:
     """Return the variables of /etc/environment, where `enroot import` writes those of the image."""
-    try:
-        with open("/etc/environment", errors="replace") as file:
-            lines = file.read(1 << 16).splitlines()
-    except OSError:
-        return {}
+    lines = _read_text("/etc/environment").splitlines()
     pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))
     return {name: value.strip('"') for name, _, value in pairs if name.isidentifier()}
+
+
+def _enroot_workdir() -> str:
+    """Return the working folder of /etc/rc, where `enroot import` writes that of the image; / without one."""
+    found = ENROOT_WORKDIR.search(_read_text("/etc/rc"))
+    return found[1] if found else "/"
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path, errors="replace") as file:
+            return file.read(1 << 16)
+    except OSError:
+        return ""
 
 
 def _write(path: str, text: str) -> None:

@@ -73,7 +73,7 @@ def lower_folders(image: Image, cache: str) -> list[str]:
     if os.path.isdir(tree := f"{cache}/trees/{image.key}"):
         return [tree]
     try:
-        squashfs_mount.join(image.path, f"{cache}/locks/{image.key}", f"{cache}/{SQUASHFS}")
+        squashfs_mount.join(image.path, f"{cache}/locks/{image.key}-{linux.place()}", f"{cache}/{SQUASHFS}")
         return [f"{cache}/{SQUASHFS}"]
     except SandboxError as error:
         if linux.program(UNSQUASHFS[0]) is None:

@@ -50,6 +50,11 @@ def program(name: str) -> str | None:
     return next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), None)
 
 
+def place() -> str:
+    """Return the ids of this process's namespaces of users and processes: processes of another place cannot be joined."""
+    return "-".join(f"{os.stat(f'/proc/self/ns/{kind}').st_ino:x}" for kind in ("user", "pid"))
+
+
 def outer_user() -> int:
     """Return this process's user id outside of its user namespace: root of one container is not root of another."""
     for line in Path("/proc/self/uid_map").read_text().splitlines():

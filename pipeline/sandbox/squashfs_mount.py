@@ -30,8 +30,9 @@ POLL_S = 0.01
 
 
 def join(image: str, lock: str, folder: str) -> None:
-    """Enter a mount namespace in which `folder` is the mounted file. lock: a path in the node's cache, of this file.
+    """Enter a mount namespace in which `folder` is the mounted file.
 
+    lock: a path in the node's cache, of this file and of this process's namespaces.
     The namespace stays while this process lives. Raises SandboxError if squashfuse does not work here.
     """
     fcntl.flock(os.open(f"{lock}.users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_SH)  # open until the end

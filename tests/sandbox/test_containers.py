@@ -162,6 +162,21 @@ def test_layers_replace_and_remove_files_of_those_below(sandbox: Sandbox, root: 
     assert not list(outside.iterdir()) and not Path("/escaped").exists() and not Path("/absolute").exists()
 
 
+def test_what_enroot_writes_of_an_image(sandbox: Sandbox, root: Path, tmp_path: Path):
+    """`enroot import` keeps an image's variables and working folder in files (enroot/src/docker.sh)."""
+    rc = b'mkdir -p "/work/here" 2> /dev/null\ncd "/work/here" && unset OLDPWD || exit 1\n'
+    image = layout(tmp_path / "oci", root, [entry("etc/environment", b"A=x=y\nPATH=/usr/bin\n# no\n"), entry("etc/rc", rc)])
+    with sandbox.open(str(image)) as made:
+        assert printed(made, "pwd; echo $A $PATH") == "/work/here\nx=y /usr/bin\n"
+
+
+@pytest.mark.parametrize("name", ["dev", "proc"])
+def test_an_image_whose_mount_points_lead_elsewhere(sandbox: Sandbox, root: Path, tmp_path: Path, name: str):
+    image = layout(tmp_path / "oci", root, [entry(name, linkname="/oldroot/etc", **LINK)])
+    with pytest.raises(ImageError, match=f"whose /{name} is no folder"):
+        sandbox.open(str(image))
+
+
 def test_a_process_that_is_killed_while_it_unpacks(
     sandbox: Sandbox, root: Path, tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -462,7 +477,8 @@ def test_nothing_outlives_a_rank(sandbox: Sandbox, root: Path, killed: str):
     rank = subprocess.Popen([sys.executable, "-c", RANK, str(root)], cwd=Path(__file__).parents[2], stdout=-1, stderr=-3)
     try:
         assert rank.stdout and rank.stdout.readline() == b"ready\n"
-        tree = until(lambda: found if len(found := processes.descendants(rank.pid)) >= 6 else None)
+        begun = lambda pid: Path(f"/proc/{pid}/cmdline").read_bytes() == b"sleep\0" + b"300\0" and _runs(pid)  # noqa: E731
+        tree = until(lambda: found if any(map(begun, found := processes.descendants(rank.pid))) else None)
         server = tree[0]
         guard = next(pid for pid in processes.children(server) if processes.children(pid))
         ends = tree if killed != "guard" else [guard, *processes.descendants(guard)]

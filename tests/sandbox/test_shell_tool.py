@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.preflight import installed
+from launch.preflight import container_images, installed
 from pipeline import config
 from pipeline.environments.shell_tool import ShellTool
 from pipeline.environments.tool import ToolError
 from pipeline.environments.tools import ToolConfig, build_tool
+from tests.sandbox.images import layout
 
 LIMITS = {"wall_s": 10.0, "memory_bytes": 128 << 20, "scratch_bytes": 8 << 20, "output_bytes": 1000, "processes": 16}
 
@@ -61,3 +62,15 @@ def test_what_submission_refuses(kwargs: str, expected: tuple[str, str, str], tm
     key, code, text = expected
     found = [problem for problem in problems if problem.key == f"env.t.kwargs.tools.bash.kwargs.{key}"]
     assert [problem.code for problem in found] == [code] and re.search(re.escape(text), found[0].message), problems
+
+
+def test_containers_of_ranks_must_show_the_image(tmp_path: Path):
+    """Under FOLDER:TAG, the folder."""
+    image = layout(tmp_path / "oci", [])
+    tools = f"env.t.kwargs={{judge: addition, tools: {{bash: {{kind: shell, kwargs: {{image: '{image}:latest'}}}}}}}}"
+    (tmp_path / "ranks.sqsh").write_text("")
+    component = f"cluster.generate.container_image={tmp_path}/ranks.sqsh"
+    recipe = config.inspect("tiny_grpo", ["env.t.kind=tools", tools, component]).recipe
+    (problem,) = [problem for problem in container_images.problems(recipe, []) if "the image of" in problem.message]
+    assert (problem.key, problem.code) == ("cluster.generate.container_mounts", "not-mounted")
+    assert f"Try {image}:{image}" in problem.message
