@@ -103,10 +103,10 @@ class Agent(AgentEnvironment):
         """Find the command's files. Raises ValueError for a program or a folder that does not exist."""
         self._arguments = arguments
         self._sandbox = arguments.sandbox.make_sandbox() if arguments.sandbox else None
-        commands = (
-            command and (command if self._sandbox else found(command)) for command in (arguments.command, arguments.score)
-        )
-        self._command, self._score = commands
+        self._command, self._score = arguments.command, arguments.score
+        if not self._sandbox:
+            self._command = find_program(arguments.command)
+            self._score = find_program(arguments.score) if arguments.score else []
         self._judge = context.build(arguments.judge) if arguments.judge else None
         if arguments.files and not os.path.isdir(arguments.files):
             raise ValueError(f"files: got {arguments.files}; expected a folder")

@@ -48,9 +48,7 @@ class AgentPlace(Protocol):
         """Make the place."""
         ...
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """End what runs in the place, and remove it."""
         ...
 
@@ -83,9 +81,7 @@ class HostFolder(AgentPlace):
         return self
 
     @override
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         HostFolder.playing -= 1
         if not HostFolder.playing:
             _end_descendants()
@@ -150,9 +146,7 @@ class ImageContainer(AgentPlace):
         return self
 
     @override
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.shield(asyncio.to_thread(self._container.close))
 
     @override
