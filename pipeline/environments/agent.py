@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.environments.agent_places import AgentPlace, AgentRun, HostFolder, ImageContainer
+from pipeline.environments.agent_places import AgentPlace, AgentRun, HostFolder, ImageContainer, find_program
 from pipeline.environments.environment import AgentAccess, AgentEnvironment, EnvironmentContext, Outcome
 from pipeline.environments.shell_tool import ShellArguments
 from pipeline.recipe.problems import Problem
