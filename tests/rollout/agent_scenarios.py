@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ from tests.end_to_end.test_agents import TEMPLATE
 from tests.generate import tiny
 from tests.rollout import agent_programs
 from tests.rollout.engine import NoWorld, by_place
+from tests.sandbox import images
 
 LENGTH = 120
 AGENT = ("-m", agent_programs.__name__)
@@ -207,6 +209,48 @@ def misbehave(folder: Path) -> None:
     assert not [line for line in running if line == "sleep 98765" or AGENT[1] in line]
 
 
+def contained(folder: Path) -> None:
+    """Agents in containers of one image reach their own endpoint alone, and see nothing of each other and of this machine."""
+    image, files = images.make_root(folder / "root"), folder / "files"
+    files.mkdir()
+    (files / "agent.py").write_text(CONTAINED)
+    command = ["python3", "/agent.py"]
+    bench = AgentBench(folder, "agent", command=command, files=str(files), sandbox={"image": str(image)}, limit_s=200.0)
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        (files / "port").write_text(str(service.getsockname()[1]))
+        played = bench.play(samples=3)
+    assert len(played) == 6 and all(rollout.reward == 1 and not rollout.broke for _, rollout in played), played
+    assert all(len(rollout.turns) == 2 for _, rollout in played)
+    assert not (image / "mine").exists()
+    bench.pool.close()
+
+
+CONTAINED = """
+import json, os, socket, sys, urllib.request
+
+def ask(messages):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"] or ""
+
+messages = json.load(sys.stdin)["messages"]
+messages += [{"role": "assistant", "content": ask(messages)}, {"role": "user", "content": "1"}]
+assert not os.path.exists("/mine"), "another episode's file"
+open("/mine", "w").write("x")
+for place in (("127.0.0.1", int(open("/port").read())), ("8.8.8.8", 53)):
+    try:
+        socket.create_connection(place, 2)
+    except OSError:
+        continue
+    sys.exit(f"it reached {place}")
+ask(messages)
+print(1.0)
+"""
+
+
 def many(folder: Path) -> None:
     """256 agents sleep at the same time; none is lost, and their memory is bounded."""
     bench = AgentBench(
@@ -257,5 +301,5 @@ def _proportional_kib(pid: int) -> int:
     return int(line.split()[1])
 
 
-SCENARIOS = (forks, misbehave)
+SCENARIOS = (forks, misbehave, contained)
 LONG = (many,)
