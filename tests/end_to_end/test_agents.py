@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.observe.metrics import read_rollouts
 from tests.end_to_end.runs import LOCAL, Run, submit
+from tests.end_to_end.test_async import IN_FLIGHT, SLOW, kill_and_rerun
 
 # Each piece of text is one token, so that whatever the policy samples is its own rendering.
 TEMPLATE = (
@@ -61,3 +62,13 @@ def test_an_agent_has_the_run_of_the_environment_in_process(tmp_path, in_process
     assert rollouts(run) == rollouts(in_process)
     assert [{key: line[key] for key in line if key not in OF_AGENTS} for line in run.metrics()] == in_process.metrics()
     assert [[line[key] for key in OF_AGENTS] for line in run.metrics()] == [[1.0, 0.0]] * 2
+
+
+@pytest.mark.full
+def test_a_killed_run_of_agents_loses_no_rollout_and_repeats_none(tmp_path):
+    """The agents change their histories, so their episodes have branches, and weights change within them."""
+    agent = (
+        "env.digits={_override_: true, timeout_s: 60, kind: python_agent, kwargs: {function: tests.end_to_end.agents.compacts}}"
+    )
+    chat = [key for key in CHAT if "ranks_per_node" not in key and "max_num_steps" not in key]
+    kill_and_rerun(tmp_path / "run", 0, 3, *IN_FLIGHT, *SLOW, "grpo.async_grpo.stragglers=keep", *chat, agent)
