@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pipeline import generate
 from pipeline.algorithms.advantages import make_sample
 from pipeline.config import RECIPES, EnvironmentConfig, PolicyConfig
 from pipeline.data.batches import split_batch
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.rendering import ChatTemplate
-from pipeline.generate.transformers import TransformersBackend
 from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.judges.environment_steps import EnvironmentSettings
 from pipeline.rollout.judges.parent_process import fork_early
@@ -46,7 +46,7 @@ AGENT = ("-m", agent_programs.__name__)
 class Recorded:
     """A backend that keeps the tokens before each draw, and what was drawn."""
 
-    def __init__(self, engine: TransformersBackend):
+    def __init__(self, engine: Any):
         self._engine = engine
         self.before: dict[str, tuple[int, ...]] = {}
         self.draws: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -69,40 +69,59 @@ class Recorded:
 class AgentBench:
     """One engine of a tiny model with letters as tokens, and its driver."""
 
-    def __init__(self, folder: Path, kind: str, limit_s: float = 60.0, turns: int = 8, at_once: int = 64, **kwargs) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        limit_s: float = 60.0,
+        turns: int = 8,
+        at_once: int = 64,
+        policy: PolicyConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
         fork_early()
-        self.policy = policy_of(folder)
-        self.engine = Recorded(TransformersBackend(self.policy))
+        self.policy = policy or policy_of(folder)
+        self.engine = Recorded(generate.build(self.policy, 1, 0, 0))
         tiny.load(self.engine, AutoModelForCausalLM.from_pretrained(folder).state_dict().items(), version=7)
         environment = EnvironmentConfig(kind=kind, kwargs=kwargs, timeout_s=limit_s, precision="float32")
         settings = EnvironmentSettings({"told": environment}, self.policy.tokenizer, True, turns, sys.path, policy=self.policy)
         self.wakeup, self.turns = threading.Event(), turns
         self.pool = JudgePool(settings, self.wakeup)
         self.pool.wait_until_loaded(300)
-        parts = self.engine, self.pool, Lockstep(None), NoWorld(), self.wakeup, at_once, LENGTH
+        parts = (
+            self.engine,
+            self.pool,
+            Lockstep(None),
+            NoWorld(),
+            self.wakeup,
+            at_once,
+            self.policy.generation.vllm_cfg.max_model_len,
+        )
         self.driver = EpisodeDriver(*parts, agents={"told"})
         template = ChatTemplate(load_tokenizer(self.policy.tokenizer), None)
         self._encode = lambda text: template.apply(
             [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
         )
 
-    def play(self, numbers: Sequence[int] = (0, 1), samples: int = 2, most: int = 8) -> list[tuple[Prompt, Rollout]]:
+    def play(
+        self, numbers: Sequence[int] = (0, 1), samples: int = 2, most: int = 8, temperature: float = 1.0
+    ) -> list[tuple[Prompt, Rollout]]:
         """Return the prompts and rollouts of a work."""
         texts = [f"{number}+{number + 1}" for number in numbers]
         prompts = [
             Prompt(i, np.array(self._encode(text), np.int32), "told", {"messages": [{"role": "user", "content": text}]})
             for i, text in enumerate(texts)
         ]
-        sampling = Sampling(max_new_tokens=most)
+        sampling = Sampling(temperature=temperature, max_new_tokens=most)
         later = self.driver.rollout(RolloutWork(0, prompts, samples, "train", 42, sampling, max_turns=self.turns))
         self.driver.work(lambda: False)
         assert later.ended and not self.engine.pending and not self.driver._active
         return [(prompts[i], rollout) for i, group in sorted(by_place(later.unsent).items()) for rollout in group]
 
 
-def policy_of(folder: Path) -> PolicyConfig:
-    policy = tiny.policy(folder, "transformers", max_model_len=LENGTH)
-    policy.tokenizer.chat_template = TEMPLATE
+def policy_of(folder: Path, backend: str = "transformers", length: int = LENGTH, template: str = TEMPLATE) -> PolicyConfig:
+    policy = tiny.policy(folder, backend, max_model_len=length)
+    policy.tokenizer.chat_template = template
     generation = policy.generation
     generation.val_temperature, generation.val_top_p, generation.val_top_k = 1.0, 1.0, None
     policy.logprob_batch_size = 1
@@ -249,6 +268,17 @@ for place in (("127.0.0.1", int(open("/port").read())), ("8.8.8.8", 53)):
 ask(messages)
 print(1.0)
 """
+
+
+def beside_vllm(folder: Path, template: Path, url: str) -> None:
+    """Answers of an endpoint are those of vLLM's server at `url`. See endpoint_clients.py."""
+    policy = policy_of(folder, "vllm", 2048, template.read_text())
+    policy.generation.vllm_kwargs = {"kv_cache_memory_bytes": 1 << 28}
+    function = "tests.rollout.endpoint_clients.compare"
+    bench = AgentBench(folder, "python_agent", policy=policy, limit_s=500.0, function=function, kwargs={"url": url})
+    ((_, rollout),) = bench.play(numbers=[1], samples=1, most=32, temperature=0.0)
+    assert rollout.reward == 11 and not rollout.broke and not rollout.failure, rollout
+    bench.pool.close()
 
 
 def many(folder: Path) -> None:
