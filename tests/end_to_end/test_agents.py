@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 
 from pipeline.observe.metrics import read_rollouts
@@ -24,6 +27,9 @@ CHAT = (
     "cluster.timeouts.silence=120",
 )
 ALONE = "policy.generation.max_num_seqs=1"  # each request is a batch of its own, whatever the time
+TASKSETS = Path(__file__).parents[1] / "environments/tasksets"
+VERIFIERS = "data.train={_override_: true, dataset_name: pipeline.environments.verifiers.tasks, messages_key: messages, \
+output_key: answer, env_name: digits, kwargs: {taskset: hetstep_talk, size: 100}}"
 OF_AGENTS = ("train/conversations", "train/unmatched_answers")
 
 
@@ -48,16 +54,22 @@ def in_process(tmp_path_factory) -> Run:
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "kind, keys",
     [
-        "kind: python_agent, kwargs: {function: tests.end_to_end.agents.talk}",
-        "kind: agent, kwargs: {command: [python, -m, tests.end_to_end.agents]}",
+        ("kind: python_agent, kwargs: {function: tests.end_to_end.agents.talk}", ()),
+        ("kind: agent, kwargs: {command: [python, -m, tests.end_to_end.agents]}", ()),
+        pytest.param(
+            "kind: verifiers, kwargs: {taskset: hetstep_talk}",
+            (VERIFIERS, f"module_folders=[{TASKSETS}]"),
+            marks=pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed"),
+        ),
     ],
-    ids=["function", "command"],
+    ids=["function", "command", "verifiers"],
 )
-def test_an_agent_has_the_run_of_the_environment_in_process(tmp_path, in_process, kind):
+def test_an_agent_has_the_run_of_the_environment_in_process(tmp_path, in_process, kind, keys):
     """Tokens, rewards, losses and gradients are equal to the last bit."""
-    run = run_with(tmp_path / "run", kind, ALONE)
+    run = run_with(tmp_path / "run", kind, ALONE, *keys)
     assert rollouts(run) == rollouts(in_process)
-    assert [{key: line[key] for key in line if key not in OF_AGENTS} for line in run.metrics()] == in_process.metrics()
+    known = in_process.metrics()
+    assert [{key: line[key] for key in first} for line, first in zip(run.metrics(), known, strict=True)] == known
     assert [[line[key] for key in OF_AGENTS] for line in run.metrics()] == [[1.0, 0.0]] * 2
