@@ -38,6 +38,7 @@ _OURS = {
     "math": "pipeline.environments.math.Math",
     "minerva_math": "pipeline.environments.minerva_math.MinervaMath",
     "multiple_choice": "pipeline.environments.multiple_choice.MultipleChoice",
+    "nemo_gym": "pipeline.environments.nemo_gym.NemoGym",
     "python_agent": "pipeline.environments.python_agent.PythonAgent",
     "reward_model": "pipeline.environments.reward_model.RewardModelEnvironment",
     "sliding_puzzle": "pipeline.environments.sliding_puzzle.SlidingPuzzle",
@@ -225,9 +226,12 @@ def judging_scorers(environments: Environments, name: str | None) -> list[Answer
 
 
 def reads_columns(environments: Environments, name: str | None) -> bool:
-    """Return whether what scores an environment's answers may read a record's columns: user code, or a judge."""
+    """Return whether what scores an environment's answers may read a record's columns: user code, a judge, a gym."""
     return any(
-        scorer.kind not in KINDS or "columns" in scorer.kwargs or "reference" in scorer.kwargs
+        scorer.kind not in KINDS
+        or "columns" in scorer.kwargs
+        or "reference" in scorer.kwargs
+        or kind_class(scorer.kind).reads_record
         for scorer in judging_scorers(environments, name)
     )
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
+from pipeline.data.scratchpad import addition
 from pipeline.observe.metrics import read_rollouts
+from tests.end_to_end.agents import TURNS, digits, reply
 from tests.end_to_end.runs import LOCAL, Run, submit
+from tests.environments.test_nemo_gym import serving
 
 # Each piece of text is one token, so that whatever the policy samples is its own rendering.
 TEMPLATE = (
@@ -73,3 +78,47 @@ def test_an_agent_has_the_run_of_the_environment_in_process(tmp_path, in_process
     known = in_process.metrics()
     assert [{key: line[key] for key in first} for line, first in zip(run.metrics(), known, strict=True)] == known
     assert [[line[key] for key in OF_AGENTS] for line in run.metrics()] == [[1.0, 0.0]] * 2
+
+
+@pytest.mark.full
+def test_a_gym_has_the_run_of_the_environment_in_process(tmp_path, in_process):
+    """A server of NeMo Gym's gymnasium form has the conversation of `Talk`; the policy answers over the Responses API."""
+    rows = tmp_path / "rows.jsonl"
+    sums = addition("train", 100, 42, digits=[1, 2])
+    rows.write_text("\n".join(json.dumps({"responses_create_params": {"input": record["input"]}}) for record in sums))
+    data = f"dataset_name: pipeline.environments.nemo_gym.tasks, kwargs: {{path: {rows}}}"
+    with serving(talk()) as url:
+        run = run_with(
+            tmp_path / "run",
+            f'kind: nemo_gym, kwargs: {{url: "{url}", agent: gymnasium_agent}}',
+            ALONE,
+            f"data.train={{_override_: true, {data}, messages_key: messages, env_name: digits}}",
+        )
+    assert rollouts(run) == rollouts(in_process)
+    assert [[line[key] for key in OF_AGENTS] for line in run.metrics()] == [[1.0, 0.0]] * 2
+
+
+def talk() -> web.Application:
+    """Return the application of a server of steps that has the conversation of `Talk`."""
+    turns: dict[str, int] = {}
+
+    async def reset(http: web.Request) -> web.Response:
+        session = str(len(turns))
+        turns[session] = 0
+        response = web.json_response({"observation": None, "info": {}})
+        response.set_cookie("session", session)
+        return response
+
+    async def step(http: web.Request) -> web.Response:
+        session = http.cookies["session"]
+        turn, turns[session] = turns[session], turns[session] + 1
+        answer = (await http.json())["response"]["output"]
+        text = "".join(part["text"] for item in answer for part in item["content"])
+        last = turn + 1 == TURNS
+        observation = None if last else reply(turn)
+        return web.json_response({"observation": observation, "reward": digits(text), "terminated": last, "info": {}})
+
+    application = web.Application()
+    application.router.add_post("/reset", reset)
+    application.router.add_post("/step", step)
+    return application

@@ -59,4 +59,19 @@ def _chat(answer: str | Call, number: int) -> dict[str, Any]:
     return {"id": f"c{number}", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
 
 
-FORMS = {"/v1/chat/completions": _chat}
+def _response(answer: str | Call, number: int) -> dict[str, Any]:
+    text = {"type": "output_text", "text": answer, "annotations": []}
+    item: dict[str, Any] = {
+        "type": "message",
+        "role": "assistant",
+        "id": f"m{number}",
+        "status": "completed",
+        "content": [text],
+    }
+    if not isinstance(answer, str):
+        item = {"type": "function_call", "call_id": f"call-{number}", "name": answer[0], "arguments": json.dumps(answer[1])}
+    shared = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "status": "completed"}
+    return {"id": f"r{number}", "object": "response", "created_at": 0.0, "model": "policy", "output": [item], **shared}
+
+
+FORMS = {"/v1/chat/completions": _chat, "/v1/responses": _response}
