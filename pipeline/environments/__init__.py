@@ -14,6 +14,7 @@
     tools, tool     episodes with tool calls; the Tool protocol, and JSON schemas of tools
     calculator, python_tool    built-in tools
     agent, python_agent    episodes that a program or an async function plays
+    nemo_gym        tasks of NeMo Gym's resource servers
     verifiers       tasksets of the `verifiers` package
 
 To add one, derive from `environment.BuiltinEnvironment` and add a line to KINDS in `pipeline/config/environments.py`.
