@@ -41,6 +41,7 @@ MAX_UNPROVED = 256
 REQUEST_S = 60.0
 """Seconds in which a client must send its request, from its connection to the last byte of the body."""
 
+NO_TOOLS = "tools: expected none, since no parser reads the policy's calls. Try policy.generation.tool_parser=hermes"
 QUIET = logging.Logger("agent endpoint", logging.CRITICAL)
 """The server's log: strangers and agents would write what they like."""
 
@@ -161,6 +162,8 @@ async def _answer(http: web.Request, form: Any, handler: Handler, content: bytes
     except Exception as error:  # of the request; vLLM knows the status of each kind
         result = create_error_response(error)
     if isinstance(result, ErrorResponse):
+        if "--tool-call-parser" in result.error.message:  # vLLM's option, which a recipe has as a key
+            result.error.message = NO_TOOLS
         return web.json_response(result.model_dump(), status=result.error.code)
     if not isinstance(result, AsyncGenerator):
         text = result.model_dump_json(exclude_none=form is AnthropicMessagesRequest, by_alias=True)
