@@ -38,6 +38,7 @@ _OURS = {
     "math": "pipeline.environments.math.Math",
     "minerva_math": "pipeline.environments.minerva_math.MinervaMath",
     "multiple_choice": "pipeline.environments.multiple_choice.MultipleChoice",
+    "nemo_gym": "pipeline.environments.nemo_gym.NemoGym",
     "python_agent": "pipeline.environments.python_agent.PythonAgent",
     "reward_model": "pipeline.environments.reward_model.RewardModelEnvironment",
     "sliding_puzzle": "pipeline.environments.sliding_puzzle.SlidingPuzzle",

@@ -13,7 +13,9 @@
     sliding_puzzle  a game of several turns
     tools, tool     episodes with tool calls; the Tool protocol, and JSON schemas of tools
     calculator, python_tool, shell_tool    built-in tools
-    verifiers, verifiers_bridge    tasksets of the `verifiers` package
+    agent, agent_places, python_agent    episodes that a program or an async function plays
+    nemo_gym        tasks of NeMo Gym's resource servers
+    verifiers       tasksets of the `verifiers` package
 
 To add one, derive from `environment.BuiltinEnvironment` and add a line to KINDS in `pipeline/config/environments.py`.
 """

@@ -18,10 +18,12 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pydantic
 from aiohttp import web
+from typing_extensions import override
 from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -41,10 +43,32 @@ MAX_UNPROVED = 256
 REQUEST_S = 60.0
 """Seconds in which a client must send its request, from its connection to the last byte of the body."""
 
+NO_TOOLS = "tools: expected none, since no parser reads the policy's calls. Try policy.generation.tool_parser=hermes"
 QUIET = logging.Logger("agent endpoint", logging.CRITICAL)
 """The server's log: strangers and agents would write what they like."""
 
 Handler = Callable[[Any], Awaitable[Any]]
+
+
+class ChatResponsesRequest(ResponsesRequest):
+    """A request of the Responses API, as the chat API would read it.
+
+    The template writes all special tokens; vLLM would add those of a plain text, such as a second `<s>`. An empty answer is a
+    message without parts, which vLLM writes but does not read.
+    """
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _read_empty_answers(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("input"), list):
+            data["input"] = [
+                {"role": item["role"], "content": ""} if _is_empty_message(item) else item for item in data["input"]
+            ]
+        return data
+
+    @override
+    def build_tok_params(self, model_config: Any) -> Any:
+        return replace(super().build_tok_params(model_config), add_special_tokens=False)
 
 
 class AgentEndpoint:
@@ -63,7 +87,7 @@ class AgentEndpoint:
         routes: dict[str, tuple[Any, Handler]] = {
             "/v1/chat/completions": (ChatCompletionRequest, served.chat.create_chat_completion),
             "/v1/completions": (CompletionRequest, served.completions.create_completion),
-            "/v1/responses": (ResponsesRequest, served.responses.create_responses),
+            "/v1/responses": (ChatResponsesRequest, served.responses.create_responses),
             "/v1/messages": (AnthropicMessagesRequest, served.messages.create_messages),
             "/v1/messages/count_tokens": (AnthropicCountTokensRequest, served.messages.count_tokens),
         }
@@ -145,6 +169,8 @@ async def _answer(http: web.Request, form: Any, handler: Handler, content: bytes
     except Exception as error:  # of the request; vLLM knows the status of each kind
         result = create_error_response(error)
     if isinstance(result, ErrorResponse):
+        if "--tool-call-parser" in result.error.message:  # vLLM's option, which a recipe has as a key
+            result.error.message = NO_TOOLS
         return web.json_response(result.model_dump(), status=result.error.code)
     if not isinstance(result, AsyncGenerator):
         text = result.model_dump_json(exclude_none=form is AnthropicMessagesRequest, by_alias=True)
@@ -157,6 +183,10 @@ async def _answer(http: web.Request, form: Any, handler: Handler, content: bytes
         await stream.write(event.encode())
     await stream.write_eof()
     return stream
+
+
+def _is_empty_message(item: Any) -> bool:
+    return isinstance(item, dict) and "role" in item and item.get("content") == []
 
 
 def _lines(error: pydantic.ValidationError) -> str:

@@ -5,8 +5,8 @@ and Anthropic's answers and streams. Between the two it asks `_EpisodeEngine` fo
 does. So the answers are those of `vllm serve`, but the tokens before a turn are exact (`conversation_tree.py`).
 
 Temperature, top_p and top_k are the recipe's, because the loss learns from that distribution; those of requests have no effect.
-A request that changes the distribution in another way (a grammar, a penalty, a forced tool call) is refused. A stream is sent
-when its turn is complete.
+A request that changes the distribution in another way (a grammar, a penalty, a forced tool call) is refused; `strict` of a tool
+has no effect. A stream is sent when its turn is complete.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ class _ExactRenderer(OnlineRenderer):
 
     @override
     async def preprocess_chat(self, request: Any, messages: list[Any], *args: Any, **kwargs: Any) -> Any:
+        for tool in request.tools or ():
+            getattr(tool, "function", tool).strict = False  # a grammar of the arguments, which some clients ask for by default
         rendered: Any = await super().preprocess_chat(request, messages, *args, **kwargs)
         conversation, (engine_input,) = rendered
         tools, history = kwargs.get("tool_dicts"), [dict(message) for message in conversation]
