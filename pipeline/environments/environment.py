@@ -196,8 +196,6 @@ class BuiltinEnvironment(Configurable, Environment):
     """Name of an optional package that it imports; "" if there is none. `pip install '.[KIND]'` installs it."""
     is_final: ClassVar[bool] = True
     """True if this environment can judge final answers for another environment, such as one with tools."""
-    reads_record: ClassVar[bool] = False
-    """True if it needs the record's columns, `Prompt.task["record"]`."""
     reads_calls: ClassVar[bool] = False
     """True if it needs `EnvironmentContext.call_parser`."""
 

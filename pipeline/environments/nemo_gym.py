@@ -95,7 +95,6 @@ class NemoGym(AgentEnvironment):
     """Plays tasks of a resource server."""
 
     Arguments = NemoGymArguments
-    reads_record = True
 
     @classmethod
     @override
