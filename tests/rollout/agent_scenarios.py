@@ -277,7 +277,7 @@ def beside_vllm(folder: Path, template: Path, url: str) -> None:
     function = "tests.rollout.endpoint_clients.compare"
     bench = AgentBench(folder, "python_agent", policy=policy, limit_s=500.0, function=function, kwargs={"url": url})
     ((_, rollout),) = bench.play(numbers=[1], samples=1, most=32, temperature=0.0)
-    assert rollout.reward == 11 and not rollout.broke and not rollout.failure, rollout
+    assert (rollout.reward, rollout.broke, rollout.failure) == (11.0, "", "")
     bench.pool.close()
 
 

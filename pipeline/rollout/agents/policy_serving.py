@@ -32,6 +32,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -220,7 +221,7 @@ class _EpisodeEngine:
             yield RequestOutput(request_id, None, before, None, [output], finished)
 
     def _logprobs(self, tokens: list[int], logprobs: np.ndarray) -> list[dict[int, Logprob]]:
-        texts = self.renderer.get_tokenizer().convert_ids_to_tokens(tokens)
+        texts = convert_ids_list_to_tokens(self.renderer.get_tokenizer(), tokens)
         return [
             {token: Logprob(float(logprob), decoded_token=text)}
             for token, logprob, text in zip(tokens, logprobs, texts, strict=True)
