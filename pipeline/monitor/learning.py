@@ -39,6 +39,8 @@ JUDGEMENTS = 3
 """Judgements that a warning shows."""
 SHOWN_TOKENS, SHOWN_CHARACTERS = 40, 60
 """Maximum tokens and characters of the end of a prompt or an answer that a warning shows; of an error, of each end."""
+UNMATCHED = 0.1
+"""Share of an agent's answers in histories that are encoded again, from which on a warning is given."""
 SAME = 1e-5
 """Rewards count as equal if they differ by less than this, relative to the largest: float32 rewards differ by rounding."""
 
@@ -121,6 +123,18 @@ def cut_answers(steps: Sequence[StepSummary], reader: RunReader) -> str:
         f"all {len(rollouts)} answers of the last {len(steps)} steps are cut at the length limit. {_limits(reader)} If the"
         " model ends its answers in another way, set policy.generation.stop_token_ids or stop_strings. If it needs more room,"
         " raise the limits"
+    )
+
+
+def rewritten_histories(steps: Sequence[StepSummary], reader: RunReader) -> str:
+    """Return a message if agents send back many of the policy's answers after a change, so that they are encoded again."""
+    shares = [step.values.get("train/unmatched_answers", 0.0) for step in steps]
+    if min(shares) < UNMATCHED:
+        return ""
+    return (
+        f"{min(shares):.0%} or more of the policy's answers in the histories that agents send are not the tokens that it"
+        " sampled, because something before them has changed. The policy reads tokens that it did not choose. Try an agent that"
+        " appends to its history, and compare `turns` and `branches` in rollouts/"
     )
 
 
@@ -209,7 +223,7 @@ def old_weights(steps: Sequence[StepSummary], reader: RunReader) -> str:
 
 
 OF_ANSWERS: tuple[Sign, ...] = (unscored_answers, cut_answers, empty_answers, equal_rewards, no_advantage)
-SIGNS = (*OF_ANSWERS, no_trained_token, no_gradient, old_weights)
+SIGNS = (*OF_ANSWERS, rewritten_histories, no_trained_token, no_gradient, old_weights)
 
 
 class LearningMonitor:

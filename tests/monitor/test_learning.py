@@ -100,6 +100,12 @@ def test_each_sign_holds_after_a_few_steps_and_clears(tmp_path, sign, make):
     assert run.steps(good, 1) == []
 
 
+def test_agents_that_rewrite_their_histories(tmp_path):
+    run = Run(tmp_path)
+    assert run.steps(good, **{"train/unmatched_answers": 0.4}) == ["rewritten_histories"]
+    assert run.steps(good, **{"train/unmatched_answers": 0.01}) == []
+
+
 def test_one_good_answer_is_enough(tmp_path):
     run = Run(tmp_path)
     assert run.steps(lambda i, j, step: rollout("15", 0.0, "length" if i or j else "stop", step)) == ["equal_rewards"]
