@@ -28,6 +28,7 @@ from pipeline.config import (
 )
 from pipeline.config.environments import AnswerScorer, kind_class, scorers
 from pipeline.config.schema import TRACKERS
+from pipeline.environments.agent import AgentArguments
 from pipeline.environments.python_tool import SandboxArguments
 from pipeline.environments.shell_tool import ShellArguments
 from pipeline.environments.tools import TOOLS, ToolsArguments, read_tool_kwargs, read_tools
@@ -161,9 +162,9 @@ def sandboxes_of(recipe: Recipe) -> dict[str, SandboxArguments]:
 
 
 def images(recipe: Recipe) -> dict[str, str]:
-    """Return key -> path of each image in whose containers programs run."""
-    sandboxes = sandboxes_of(recipe).items()
-    return {f"{key}.image": arguments.image for key, arguments in sandboxes if isinstance(arguments, ShellArguments)}
+    """Return key -> path of each image in whose containers programs run, but for images that records name."""
+    shells = ((key, arguments) for key, arguments in sandboxes_of(recipe).items() if isinstance(arguments, ShellArguments))
+    return {f"{key}.image": arguments.image for key, arguments in shells if "{" not in arguments.image}
 
 
 def _sandboxes(scorer: AnswerScorer) -> Iterator[tuple[str, SandboxArguments]]:
@@ -172,6 +173,8 @@ def _sandboxes(scorer: AnswerScorer) -> Iterator[tuple[str, SandboxArguments]]:
     arguments = read_kwargs(key, scorer.kind, scorer.kwargs)[0] if scorer.kind in KINDS else None
     if isinstance(arguments, SandboxArguments):
         yield key, arguments
+    if isinstance(arguments, AgentArguments) and arguments.sandbox:
+        yield f"{key}.sandbox", arguments.sandbox
     if isinstance(arguments, ToolsArguments):
         for name, tool in read_tools(f"{key}.tools", arguments.tools)[0].items():
             inner = f"{key}.tools.{name}.kwargs"

@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from pipeline.environments.agent_places import AgentPlace, AgentRun, HostFolder, ImageContainer, find_program
 from pipeline.environments.environment import AgentAccess, AgentEnvironment, EnvironmentContext, Outcome
-from pipeline.environments.shell_tool import ShellArguments
+from pipeline.environments.shell_tool import ShellArguments, ShellTool
 from pipeline.recipe.problems import Problem
 from pipeline.recipe.values import MISSING, Float, Positive, Text
 from pipeline.types import REWARDS, is_reward
@@ -66,7 +66,8 @@ class AgentArguments:
     """Variables of the agent's environment."""
     sandbox: ShellArguments | None = None
     """{image, limits}: run the commands in a container of an image for each episode, in which the policy is all that they
-    reach. null: in a folder of this machine, with your rights."""
+    reach. The image's path may have columns of the record in it, such as /images/{name}.sqsh. null: in a folder of this
+    machine, with your rights."""
     episode_s: Annotated[Float, Field(gt=0)] = 600.0
     """Maximum seconds of an episode."""
     output_bytes: Positive = 1 << 20
@@ -85,6 +86,8 @@ class Agent(AgentEnvironment):
         if not isinstance(command, list) or not command or not all(isinstance(part, str) and part for part in command):
             message = f"got {command!r}; expected a list: a program and its arguments. Try [python, my_agent.py]"
             yield Problem(f"{key}.command", "wrong-type", message)
+        if arguments.sandbox:
+            yield from ShellTool.check(f"{key}.sandbox", arguments.sandbox)
         needs = {"command": "score", "judge": "judge"}
         for source, name in needs.items():
             has = bool(getattr(arguments, name))
@@ -120,7 +123,8 @@ class Agent(AgentEnvironment):
         place: AgentPlace = HostFolder(access, arguments.files, arguments.output_bytes)
         if arguments.sandbox:
             assert self._sandbox
-            place = ImageContainer(access, self._sandbox, arguments.sandbox.image, arguments.files)
+            image = _filled(arguments.sandbox.image, prompt.task.get("record") or {})
+            place = ImageContainer(access, self._sandbox, image, arguments.files)
         try:
             async with asyncio.timeout(arguments.episode_s), place:
                 return await self._run(prompt, place, seed)
@@ -146,6 +150,14 @@ class Agent(AgentEnvironment):
             ran = await place.run(self._score, {**prompt.task, "output": ran.output}, arguments.variables)
             _check_status("score", ran)
         return _read_reward(_last_line(ran.output), "the last line", ran.errors)
+
+
+def _filled(image: str, record: dict[str, Any]) -> str:
+    """Return the path of an image with a record's columns in it. Raises ValueError if the record lacks one."""
+    try:
+        return image.format_map(record)
+    except (LookupError, ValueError) as error:
+        raise ValueError(f"sandbox.image: got {image}; expected columns of the record: {', '.join(record)}: {error}") from None
 
 
 def _check_status(who: str, ran: AgentRun) -> None:

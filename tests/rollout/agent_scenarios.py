@@ -109,7 +109,12 @@ class AgentBench:
         """Return the prompts and rollouts of a work."""
         texts = [f"{number}+{number + 1}" for number in numbers]
         prompts = [
-            Prompt(i, np.array(self._encode(text), np.int32), "told", {"messages": [{"role": "user", "content": text}]})
+            Prompt(
+                i,
+                np.array(self._encode(text), np.int32),
+                "told",
+                {"messages": [{"role": "user", "content": text}], "record": {"place": "root"}},
+            )
             for i, text in enumerate(texts)
         ]
         sampling = Sampling(temperature=temperature, max_new_tokens=most)
@@ -234,7 +239,9 @@ def contained(folder: Path) -> None:
     files.mkdir()
     (files / "agent.py").write_text(CONTAINED)
     command = ["python3", "/agent.py"]
-    bench = AgentBench(folder, "agent", command=command, files=str(files), sandbox={"image": str(image)}, limit_s=200.0)
+    bench = AgentBench(
+        folder, "agent", command=command, files=str(files), sandbox={"image": f"{folder}/{{place}}"}, limit_s=200.0
+    )
     with socket.create_server(("127.0.0.1", 0)) as service:
         (files / "port").write_text(str(service.getsockname()[1]))
         played = bench.play(samples=3)
