@@ -27,7 +27,7 @@ CONTAINERS = ROOT / "containers"
 KINDS = ("train", "generate")
 BASE = {"torch", "numpy", "triton", "setuptools", "jinja2"}  # in both base images, and must stay
 ONLY_TRAIN = {"megatron", "transformer_engine", "peft", "accelerate"}
-WITH_VLLM = {"vllm", "httpx", "aiohttp"}  # in the generate image's base; no train rank imports them
+WITH_VLLM = {"vllm", "httpx", "aiohttp", "openai"}  # in the generate image's base; no train rank imports them
 ON_DEMAND = {  # what lm_eval imports only for metrics and tables that no suite has
     *("evaluate", "more-itertools", "pytablewriter", "rouge-score", "scikit-learn", "sqlitedict", "word2number"),
 }

@@ -13,14 +13,13 @@ number of counted tokens, so the gradient has the same direction.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from pipeline.algorithms.sections import RewardedConfig, RewardScalingConfig, RewardShapingConfig
-from pipeline.algorithms.turn_credit import penalties
+from pipeline.algorithms.turn_credit import penalty
 from pipeline.types import NO_EXPERT, Branch, Prompt, Rollout, RolloutGroup, Sample
 
 ROUNDING = 1e-5  # relative; float32 rewards of one answer in different batches differ by less
@@ -58,7 +57,7 @@ def shaped_rewards(group: RolloutGroup, config: RewardedConfig) -> np.ndarray:
         rewards = np.where(truncated, rewards * shaping.stop_properly_penalty_coef, rewards)
     elif shaping.enabled:
         rewards = rewards + soft_overlong_penalty(np.array([rollout.drawn_tokens for rollout in group.rollouts]), shaping)
-    return rewards - np.array([math.fsum(penalties(rollout, config)) for rollout in group.rollouts], np.float64)
+    return rewards - np.array([penalty(rollout, config) for rollout in group.rollouts], np.float64)
 
 
 def soft_overlong_penalty(lengths: np.ndarray, config: RewardShapingConfig) -> np.ndarray:
@@ -106,23 +105,20 @@ def make_sample(
 ) -> Sample:
     """Return a rollout as a sample, with a sample in `branches` for each of its other conversations.
 
-    advantage: of all turns, or of each entry of `rollout.turns`, `[N]`. counts: whether the loss counts the rollout, or each
-    entry, `[N]`. It never counts failed episodes. Turns of other conversations have the advantage of the first entry, whose
-    return is the episode's.
+    advantage: of all turns, or of each entry of `rollout.turns`, `[N]`; turns of other conversations have that of the first
+    entry, whose return is the episode's. counts: whether the loss counts the rollout, or each entry of `rollout.all_turns`. It
+    never counts failed episodes.
     """
-    advantages = np.broadcast_to(advantage, len(rollout.turns))
-    learned = np.broadcast_to(counts, len(rollout.turns)) & (not rollout.failure)
+    at = len(rollout.turns)
+    advantages = np.broadcast_to(advantage, at)
+    learned = np.broadcast_to(counts, len(rollout.all_turns)) & (not rollout.failure)
     credited = 0.0 if rollout.failure else float(reward)
     first, *others = rollout.conversations(prompt)
-    sample = _conversation_sample(first, advantages, learned, credited)
-    if not others:
-        return sample
-    is_learned = bool(np.any(counts)) and not rollout.failure
-    branches = []
+    sample, branches = _conversation_sample(first, advantages, learned[:at], credited), []
     for other in others:
-        turns = len(other.turns)
-        branches.append(_conversation_sample(other, np.full(turns, advantages[0]), np.full(turns, is_learned), credited))
-    return replace(sample, branches=tuple(branches))
+        own = slice(at, at := at + len(other.turns))
+        branches.append(_conversation_sample(other, np.full(len(other.turns), advantages[0]), learned[own], credited))
+    return replace(sample, branches=tuple(branches)) if branches else sample
 
 
 def _conversation_sample(conversation: Branch, of_turns: np.ndarray, learned: np.ndarray, reward: float) -> Sample:

@@ -59,13 +59,20 @@ def penalties(rollout: Rollout, config: RewardedConfig) -> list[float]:
     return [truncated * _is_truncated(turn) + malformed * turn.malformed for turn in rollout.judged_turns]
 
 
+def penalty(rollout: Rollout, config: RewardedConfig) -> float:
+    """Return the sum of the penalties of all turns of an episode."""
+    others = sum(_is_truncated(turn) for turn in rollout.all_turns[len(rollout.turns) :])
+    return math.fsum(penalties(rollout, config)) + config.truncated_turn_penalty * others
+
+
 def counted_turns(rollout: Rollout, config: RewardedConfig) -> np.ndarray:
-    """Return a mask of the entries of `rollout.turns` that the loss counts, `[N]` bool."""
+    """Return a mask of the entries of `rollout.all_turns` that the loss counts, bool."""
     masked = [
         (config.mask_truncated_turns and _is_truncated(turn)) or (config.mask_malformed_turns and turn.malformed)
         for turn in rollout.judged_turns
     ]
-    return ~_of_entries(rollout, masked)
+    others = [config.mask_truncated_turns and _is_truncated(turn) for turn in rollout.all_turns[len(rollout.turns) :]]
+    return ~np.concatenate([_of_entries(rollout, masked), np.array(others, np.bool_)])
 
 
 def _is_truncated(turn: Turn) -> bool:
@@ -147,4 +154,12 @@ def with_token_rewards(sample: Sample, rollout: Rollout, rewards: np.ndarray) ->
         if is_answer and len(counted := np.flatnonzero(sample.loss_mask[:end])):
             at[counted[-1]] += rewards[number]
         end += len(turn.observation)
-    return replace(sample, advantages=at.astype(np.float32))
+    branches = tuple(_rewarded_at_its_end(branch) for branch in sample.branches)
+    return replace(sample, advantages=at.astype(np.float32), branches=branches)
+
+
+def _rewarded_at_its_end(branch: Sample) -> Sample:
+    """Return another conversation of an episode with the episode's reward at its last counted token."""
+    at = np.zeros(len(branch.tokens), np.float32)
+    at[np.flatnonzero(branch.loss_mask)[-1:]] = branch.reward
+    return replace(branch, advantages=at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -79,6 +80,8 @@ class TeacherSamples:
                 before.append(counted)
                 after.append(int(aligned.loss_mask.sum()))
             aligned = aligned if aligned.loss_mask.any() else unscored(sample)
+            if sample.branches:  # of agents; their texts are not aligned
+                aligned = dataclasses.replace(aligned, branches=tuple(map(unscored, sample.branches)))
             written.append(at_chunk_ends(aligned) if self._needs.own_top_k else aligned)
         if not before:
             return written, {}

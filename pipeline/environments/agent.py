@@ -147,7 +147,7 @@ class Agent(AgentEnvironment):
         if arguments.reward == "file":
             return _read_reward(await place.read(arguments.reward_file), arguments.reward_file, ran.errors)
         if arguments.reward == "command":
-            ran = await place.run(self._score, {**prompt.task, "output": ran.output}, arguments.variables)
+            ran = await place.run(self._score, {**prompt.task, "output": ran.output}, arguments.variables, shown=False)
             _check_status("score", ran)
         return _read_reward(_last_line(ran.output), "the last line", ran.errors)
 

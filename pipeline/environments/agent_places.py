@@ -53,8 +53,8 @@ class AgentPlace(Protocol):
         ...
 
     @abstractmethod
-    async def run(self, command: list[str], task: dict[str, Any], variables: dict[str, str]) -> AgentRun:
-        """Run a command to its end, with the task on stdin. Raises RuntimeError if it prints too much."""
+    async def run(self, command: list[str], task: dict[str, Any], variables: dict[str, str], shown: bool = True) -> AgentRun:
+        """Run a command to its end, with the task on stdin and, if `shown`, in a file. Raises RuntimeError if it floods."""
         ...
 
     @abstractmethod
@@ -75,7 +75,7 @@ class HostFolder(AgentPlace):
     @override
     async def __aenter__(self) -> Self:
         HostFolder.playing += 1
-        self._folder = Path(tempfile.mkdtemp(prefix="agent-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=folder_prefix("agent")))
         if self._files:
             shutil.copytree(self._files, self._folder, dirs_exist_ok=True)
         return self
@@ -92,14 +92,19 @@ class HostFolder(AgentPlace):
         return (self._folder / name).read_text()
 
     @override
-    async def run(self, command: list[str], task: dict[str, Any], variables: dict[str, str]) -> AgentRun:
-        folder = self._folder
-        task_file = folder / TASK
-        task_file.write_text(json.dumps(task, default=str))
-        home = {"HOME": str(folder), "TMPDIR": str(folder), "HETSTEP_TASK_FILE": str(task_file)}
-        path = {"PATH": _path(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    async def run(self, command: list[str], task: dict[str, Any], variables: dict[str, str], shown: bool = True) -> AgentRun:
+        folder, content = self._folder, json.dumps(task, default=str)
+        home = {"HOME": str(folder), "TMPDIR": str(folder)}
+        if shown:
+            (folder / TASK).write_text(content)
+            home["HETSTEP_TASK_FILE"] = str(folder / TASK)
+        elif HostFolder.playing == 1:
+            _end_descendants()  # what an earlier command has left could read the task
+        path = {"PATH": _path(), "PYTHONPATH": os.pathsep.join(_own_folders())}
         output = _Printed(self._output_bytes)
-        with open(task_file, "rb") as stdin:
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(content.encode())
+            stdin.seek(0)
             program = subprocess.Popen(
                 command,
                 cwd=folder,
@@ -155,10 +160,11 @@ class ImageContainer(AgentPlace):
         return (await asyncio.to_thread(self._container.read_file, path)).decode(errors="replace")
 
     @override
-    async def run(self, command: list[str], task: dict[str, Any], variables: dict[str, str]) -> AgentRun:
+    async def run(self, command: list[str], task: dict[str, Any], variables: dict[str, str], shown: bool = True) -> AgentRun:
         content = json.dumps(task, default=str).encode()
-        await asyncio.to_thread(self._container.write_file, f"/tmp/{TASK}", content)
-        variables = {"HETSTEP_TASK_FILE": f"/tmp/{TASK}", **variables}
+        if shown:
+            await asyncio.to_thread(self._container.write_file, f"/tmp/{TASK}", content)
+            variables = {"HETSTEP_TASK_FILE": f"/tmp/{TASK}", **variables}
         ran = await asyncio.to_thread(self._container.run, command, content, None, None, variables)
         if ran.ended_by not in ("exit", "closed") and not ran.ended_by.startswith("signal"):
             raise RuntimeError(f"the agent exceeded a limit of its container: {ran.ended_by}")
@@ -208,6 +214,18 @@ def find_program(command: list[str]) -> list[str]:
     if path is None:
         raise ValueError(f"command: got the program {program}; expected one in PATH, or the path of one")
     return [path, *map(absolute, arguments)]
+
+
+def _own_folders() -> list[str]:
+    """Return the folders that the recipe adds to Python's search path, without the interpreter's own, which may be another."""
+    of_python = {os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix)}
+    folders = [os.path.realpath(folder) for folder in sys.path if folder and os.path.isdir(folder)]
+    return [folder for folder in folders if not any(folder.startswith(f"{place}/lib") for place in of_python)]
+
+
+def folder_prefix(kind: str) -> str:
+    """Return the beginning of the name of a temporary folder of this judge, by which its parent removes it after a kill."""
+    return f"hetstep-{kind}-{os.getpid()}-"
 
 
 def _path() -> str:

@@ -37,7 +37,7 @@ from pipeline.rollout.judges.pool import JudgePool
 from pipeline.rollout.lockstep import STEP, WAIT, Lockstep, Move, apply_move, waiting, working
 from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply
-from pipeline.types import Completion, Rollout, RolloutGroup, Turn
+from pipeline.types import NOTHING_SAID, Completion, Rollout, RolloutGroup, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -298,6 +298,8 @@ class EpisodeDriver:
     def _without_outcome(self, episode: Episode, failure: CallFailure, function: str = "") -> Rollout:
         """Return the rollout of an episode whose call has failed."""
         why = f"{function}: {failure.why}" if function else failure.why
+        if isinstance(episode, FunctionEpisode) and episode.is_agent and not episode.has_said:
+            return episode.failed_rollout(NOTHING_SAID if episode.cut else why)
         if failure.of_answer:
             return episode.broken_rollout(why, self._broken_rewards.get(episode.prompt.environment, 0.0))
         return episode.failed_rollout(why)

@@ -35,6 +35,7 @@ read those at the module's top level.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -134,7 +135,7 @@ class EngineClient:
         self.settings = settings
         self._prompt, self._step, self._text = prompt, judge, text
         self._numbers = 0
-        self._after: dict[bytes, int] = {}  # tokens -> number of draws after them
+        self._after: dict[bytes, int] = {}  # digest of tokens -> number of draws after them
         self._contexts: dict[int, tuple[Draw, DrawnTurn | None]] = {}  # draws without a completion
         self._futures: dict[int, asyncio.Future[DrawnTurn]] = {}
         self._built_in: set[int] = set()  # draws that the built-in rollout would make too
@@ -312,8 +313,9 @@ class EngineClient:
         """Return the seed of draw `number`, which comes after `tokens`."""
         context, settings = tokens.tobytes(), self.settings
         identity = settings.seed, settings.purpose, self._prompt.index, settings.sample
-        before = self._after.get(context, 0)
-        self._after[context] = before + 1
+        digest = hashlib.blake2b(context, digest_size=16).digest()
+        before = self._after.get(digest, 0)
+        self._after[digest] = before + 1
         continues = turn.number in self._built_in if turn else np.array_equal(tokens, self._prompt.tokens)
         if before or not continues:
             return derived_seed(sampling_seed(*identity), before, context)

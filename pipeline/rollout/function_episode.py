@@ -82,6 +82,11 @@ class FunctionEpisode(Episode):
         """True if the function has a conversation of as many turns as it may have, so that it probably draws no more."""
         return bool(self.completions) and len(self._numbers(next(reversed(self.completions)))) >= self.work.max_turns
 
+    @property
+    def has_said(self) -> bool:
+        """True if the policy has said something in the episode."""
+        return any(len(completion.tokens) for completion in self.completions.values())
+
     def _numbers(self, last: int) -> list[int]:
         """Return the draws of the conversation that ends in draw `last`, in order."""
         numbers = [last]

@@ -49,11 +49,11 @@ def guesses(messages: list) -> None:
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     ports = {int(fields[1].split(":")[1], 16) for fields in listening if fields[3] == "0A"}
     held = []
-    for port in sorted(ports)[:64]:
+    for port in sorted(ports)[:16]:
         for key in (os.environ["OPENAI_API_KEY"], "", "x" * 64):
             request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers={"Authorization": f"Bearer {key}"})
             try:
-                with urllib.request.urlopen(request, timeout=2):
+                with urllib.request.urlopen(request, timeout=0.5):
                     own = f":{port}/" in os.environ["OPENAI_BASE_URL"] and key == os.environ["OPENAI_API_KEY"]
                     if not own:
                         sys.exit(f"port {port} let a stranger in")
@@ -61,7 +61,7 @@ def guesses(messages: list) -> None:
                 pass
         for _ in range(4):
             connection = socket.socket()
-            connection.settimeout(1)
+            connection.settimeout(0.5)
             try:
                 connection.connect(("127.0.0.1", port))
                 connection.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n{")

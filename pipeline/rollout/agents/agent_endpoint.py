@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -31,6 +33,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
+from pipeline.environments.agent_places import folder_prefix
 from pipeline.environments.environment import AgentAccess
 from pipeline.rollout.agents.policy_serving import EPISODE, NAME, PolicyServing, ServedEpisode
 from pipeline.rollout.engine_client import EpisodeEnded
@@ -40,6 +43,8 @@ MAX_OPEN = 256
 """Requests of an episode that may be open at a time."""
 MAX_UNPROVED = 256
 """Connections that have not sent a request with the episode's secret yet."""
+MOST_OF_A_PATH = 60
+"""Characters of a temporary folder below which a Unix socket's path fits."""
 REQUEST_S = 60.0
 """Seconds in which a client must send its request, from its connection to the last byte of the body."""
 
@@ -47,6 +52,8 @@ NO_TOOLS = "tools: expected none, since no parser reads the policy's calls. Try 
 QUIET = logging.Logger("agent endpoint", logging.CRITICAL)
 """The server's log: strangers and agents would write what they like."""
 
+ERROR_EVENT = 'data: {"error"'
+"""Beginning of the only event of a stream that vLLM refuses."""
 Handler = Callable[[Any], Awaitable[Any]]
 
 
@@ -77,8 +84,10 @@ class AgentEndpoint:
     def __init__(self, serving: PolicyServing, episode: ServedEpisode, host: str = "127.0.0.1") -> None:
         self._serving, self._episode, self._host = serving, episode, host
         self._key = secrets.token_urlsafe(24)
-        self._open = 0
-        self._unproved: set[Any] = set()  # connections without a complete request of the episode
+        self._open, self._folder = 0, ""
+        self._runner: web.AppRunner | None = None
+        self._servers: list[asyncio.Server] = []
+        self._unproved: dict[Any, float] = {}  # connections without a request of the episode -> time.monotonic() of their start
 
     async def start(self) -> AgentAccess:
         """Listen, and return how an agent reaches the endpoint."""
@@ -97,34 +106,39 @@ class AgentEndpoint:
         self._runner = web.AppRunner(application, access_log=None, logger=QUIET, shutdown_timeout=0.1)
         await self._runner.setup()
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connect, self._host, 0, backlog=1024)
-        address = self._server.sockets[0].getsockname()
-        self._folder = tempfile.mkdtemp(prefix="endpoint-")  # which others cannot enter
+        self._servers.append(await loop.create_server(self._connect, self._host, 0, backlog=1024))
+        address = self._servers[0].sockets[0].getsockname()
+        place = tempfile.gettempdir()
+        place = place if len(place) < MOST_OF_A_PATH else "/tmp"
+        self._folder = tempfile.mkdtemp(prefix=folder_prefix("endpoint"), dir=place)  # which others cannot enter
         path = f"{self._folder}/socket"
-        self._unix_server = await loop.create_unix_server(self._connect, path, backlog=1024)
+        self._servers.append(await loop.create_unix_server(self._connect, path, backlog=1024))
         return AgentAccess(f"http://{address[0]}:{address[1]}", self._key, path)
 
     def _connect(self) -> Any:
         """Return the protocol of a new connection, which is closed if it sends no request of the episode in time."""
-        assert self._runner.server
-        connection = self._runner.server()
-        self._unproved.add(connection)
-        seconds = REQUEST_S if len(self._unproved) <= MAX_UNPROVED else 0.0
-        asyncio.get_running_loop().call_later(seconds, self._drop, connection)
+        assert self._runner and self._runner.server
+        connection, now = self._runner.server(), time.monotonic()
+        if len(self._unproved) >= MAX_UNPROVED:
+            closed = [one for one, begun in self._unproved.items() if one.transport is None and begun < now - 1.0]
+            for one in closed or [next(iter(self._unproved))]:  # the oldest
+                self._drop(one)
+        self._unproved[connection] = now
+        asyncio.get_running_loop().call_later(REQUEST_S, self._drop, connection)
         return connection
 
     def _drop(self, connection: Any) -> None:
-        if connection in self._unproved:
-            self._unproved.discard(connection)
-            if connection.transport is not None:
-                connection.transport.abort()
+        if self._unproved.pop(connection, None) is not None and connection.transport is not None:
+            connection.transport.abort()
 
     async def close(self) -> None:
         """End the endpoint and its open requests."""
-        for server in (self._server, self._unix_server):
+        for server in self._servers:
             server.close()
-        await self._runner.cleanup()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _allows(self, http: web.Request) -> bool:
         sent = http.headers.get("Authorization", "").removeprefix("Bearer ") or http.headers.get("x-api-key", "")
@@ -133,7 +147,7 @@ class AgentEndpoint:
     async def _models(self, http: web.Request) -> web.StreamResponse:
         if not self._allows(http):
             return _refusal(401, "the API key is not the episode's", "invalid_api_key")
-        self._unproved.discard(http.protocol)
+        self._unproved.pop(http.protocol, None)
         return web.json_response((await self._serving.models.show_available_models()).model_dump())
 
     def _route(self, form: Any, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -145,7 +159,7 @@ class AgentEndpoint:
             self._open += 1
             try:
                 content = await asyncio.wait_for(http.read(), REQUEST_S)
-                self._unproved.discard(http.protocol)
+                self._unproved.pop(http.protocol, None)
                 EPISODE.set(self._episode)
                 return await _answer(http, form, handler, content)
             except TimeoutError:
@@ -175,9 +189,13 @@ async def _answer(http: web.Request, form: Any, handler: Handler, content: bytes
     if not isinstance(result, AsyncGenerator):
         text = result.model_dump_json(exclude_none=form is AnthropicMessagesRequest, by_alias=True)
         return web.json_response(text=text)
+    first = await anext(result, None)  # it comes when the turn is complete, so a refusal still has its status
+    if isinstance(first, str) and first.startswith(ERROR_EVENT):
+        error = json.loads(first.removeprefix(ERROR_EVENT[:6]))
+        return web.json_response(error, status=min(int(error["error"].get("code") or 400), 499))
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await stream.prepare(http)
-    async for event in result:
+    async for event in _after(first, result):
         if not isinstance(event, str):  # of /v1/responses
             event = f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
         await stream.write(event.encode())
@@ -187,6 +205,13 @@ async def _answer(http: web.Request, form: Any, handler: Handler, content: bytes
 
 def _is_empty_message(item: Any) -> bool:
     return isinstance(item, dict) and "role" in item and item.get("content") == []
+
+
+async def _after(first: Any, rest: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    if first is not None:
+        yield first
+    async for event in rest:
+        yield event
 
 
 def _lines(error: pydantic.ValidationError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,8 @@ class AgentFunction:
 
         episode = ServedEpisode(engine)
         endpoint = AgentEndpoint(self._serving, episode)
-        access = await endpoint.start()
         try:
+            access = await endpoint.start()
             outcome = await self._play(engine, self._environment.play(prompt, access, seed))
         finally:
             await endpoint.close()
@@ -52,6 +53,8 @@ class AgentFunction:
         tree, metrics = episode.tree, {**outcome.metrics, "conversations": float(len(ends))}
         if answers := tree.matched + tree.unmatched:
             metrics["unmatched_answers"] = tree.unmatched / answers
+        if outcome.of_turns and not math.isclose(sum(outcome.of_turns), outcome.reward, abs_tol=1e-6):
+            raise ValueError(f"it returned rewards of turns {outcome.of_turns}; expected a sum of {outcome.reward}, its reward")
         if outcome.of_turns and (turns := len(_conversation(engine, ends))) != len(outcome.of_turns):
             raise ValueError(
                 f"it returned {len(outcome.of_turns)} rewards of turns; expected {turns}, of its last conversation"
@@ -59,13 +62,15 @@ class AgentFunction:
         return AgentResult(replace(outcome, metrics=metrics), ends, truncated)
 
     async def _play(self, engine: EngineClient, played: Any) -> Outcome | None:
-        """Return the outcome of an agent, or None if its episode was cut and the agent did not end."""
+        """Return the outcome of an agent, or None if its episode was cut and the agent gave none."""
         playing, cut = asyncio.ensure_future(played), asyncio.ensure_future(engine.was_cut.wait())
         try:
             await asyncio.wait({playing, cut}, return_when=asyncio.FIRST_COMPLETED)
             if not playing.done():
                 await asyncio.wait({playing}, timeout=CUT_S)
-            return playing.result() if playing.done() else None
+            if not playing.done() or (engine.was_cut.is_set() and playing.exception()):
+                return None
+            return playing.result()
         finally:
             for task in (playing, cut):
                 task.cancel()

@@ -40,7 +40,8 @@ class ConversationTree:
 
     matched: int = 0  # answers in the requests' histories that are the policy's own tokens
     unmatched: int = 0  # answers in them that are not
-    _turns: dict[bytes, AgentTurn] = field(default_factory=dict)
+    _turns: dict[bytes, AgentTurn] = field(default_factory=dict)  # by the history that ends in them
+    _drawn: list[DrawnTurn] = field(default_factory=list)
 
     def find(self, messages: Sequence[Message], tools: Any, tokens: np.ndarray) -> tuple[AgentTurn, int] | None:
         """Return (the turn that a request continues, the number of its messages up to that turn), or None.
@@ -49,21 +50,31 @@ class ConversationTree:
         rest of `tokens` follows it.
         """
         keys = list(_keys(messages, tools))
-        known = [place for place, (_, key) in enumerate(keys) if key in self._turns]
-        by_tokens = [] if known else [said for said in self._turns.values() if _begins_with(tokens, said.turn)]
+        known = [place for place, (end, key) in enumerate(keys) if key in self._turns and end < len(messages)]
+        by_tokens = None if known else self.find_tokens(tokens)
         own = len(keys) if by_tokens else known[-1] + 1 if known else 0
         self.matched, self.unmatched = self.matched + own, self.unmatched + len(keys) - own
         if by_tokens:
-            return max(by_tokens, key=lambda said: len(said.turn.before)), len(messages)
+            return AgentTurn(by_tokens, {}), len(messages)
         if not known:
             return None
         end, key = keys[known[-1]]
         return self._turns[key], end
 
+    def find_tokens(self, tokens: np.ndarray) -> DrawnTurn | None:
+        """Return the turn, the last of its conversation, with whose tokens `tokens` begin, or None."""
+        found = [turn for turn in self._drawn if _begins_with(tokens, turn)]
+        return max(found, key=lambda turn: len(turn.before), default=None)
+
+    def add_tokens(self, turn: DrawnTurn) -> None:
+        """Keep a turn of a conversation without messages."""
+        self._drawn.append(turn)
+
     def add(self, messages: Sequence[Message], tools: Any, said: AgentTurn) -> None:
         """Keep a turn that the policy drew after `messages`."""
         *_, (_, key) = _keys([*messages, said.message], tools)
         self._turns[key] = said
+        self._drawn.append(said.turn)
 
 
 def _keys(messages: Sequence[Message], tools: Any) -> Iterator[tuple[int, bytes]]:

@@ -38,7 +38,8 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from pipeline.data.call_parsers import parser_for
 from pipeline.models.hugging_face import engine_overrides
-from pipeline.rollout.agents.conversation_tree import AgentTurn, ConversationTree, Message
+from pipeline.recipe.problems import Problem, RecipeError
+from pipeline.rollout.agents.conversation_tree import AgentTurn, ConversationTree, Message, text_of
 from pipeline.rollout.engine_client import DrawnTurn, EngineClient
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ class _History:
     messages: list[Message]
     tools: Any
     turn: DrawnTurn | None
-    reply: np.ndarray | None  # [O] int32, after the turn
     parse: Any  # (text, tokens) -> the message that an agent gets
 
 
@@ -92,6 +92,9 @@ class PolicyServing:
             generation_config="vllm",
         )
         model_config = arguments.create_model_config()
+        if model_config.hf_config.model_type == "gpt_oss":  # vLLM renders its messages without the chat template
+            message = "got a model of gpt-oss with an environment of agents; expected another model, or kind tools"
+            raise RecipeError(Problem("policy.model_name", "unsupported", message))
         model_config.quantization = None  # no weights here
         tool_parser = policy.generation.tool_parser or parser_for(chat_template or "")
         reasoning_parser = policy.generation.reasoning_parser
@@ -128,7 +131,7 @@ class _ExactRenderer(OnlineRenderer):
             getattr(tool, "function", tool).strict = False  # a grammar of the arguments, which some clients ask for by default
         rendered: Any = await super().preprocess_chat(request, messages, *args, **kwargs)
         conversation, (engine_input,) = rendered
-        tools, history = kwargs.get("tool_dicts"), [dict(message) for message in conversation]
+        tools, history = kwargs.get("tool_dicts"), list(map(_with_text, conversation))
         parser_class, options = self.parser, dict(self.default_chat_template_kwargs)
         tokens = np.asarray(engine_input["prompt_token_ids"], np.int32)
 
@@ -142,14 +145,14 @@ class _ExactRenderer(OnlineRenderer):
             functions = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls or ()]
             return {"role": "assistant", "content": content or "", **({"tool_calls": functions} if functions else {})}
 
-        turn, reply = None, None
+        turn = None
         if found := EPISODE.get().tree.find(history, tools, tokens):
             said, end = found
             turn, reply = said.turn, tokens[len(said.turn.before) + len(said.turn.tokens) :]
             if end < len(history):
                 reply = self._encode(said, history[end:], tools)
             engine_input["prompt_token_ids"] = np.concatenate([turn.before, turn.tokens, reply]).tolist()
-        engine_input[CONTINUES] = _History(history, tools, turn, reply, parse)
+        engine_input[CONTINUES] = _History(history, tools, turn, parse)
         return conversation, [engine_input]
 
     def _encode(self, said: AgentTurn, replies: list[Message], tools: Any) -> np.ndarray:
@@ -180,16 +183,20 @@ class _EpisodeEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Draw a turn and yield it: at once, or token by token for a stream."""
         _check_distribution(sampling_params)
+        episode, tokens = EPISODE.get(), np.asarray(prompt["prompt_token_ids"], np.int32)
         history: _History | None = prompt.get(CONTINUES)
-        episode = EPISODE.get()
+        before = history.turn if history else episode.tree.find_tokens(tokens)
+        reply = tokens[len(before.before) + len(before.tokens) :] if before else None
         most = episode.engine.settings.sampling.max_new_tokens
         options: Any = {"stop": sampling_params.stop or None, "max_new_tokens": min(sampling_params.max_tokens or most, most)}
-        if history and history.turn is not None:
-            turn = await episode.engine.generate(history.turn, history.reply, **options)
+        if before is not None:
+            turn = await episode.engine.generate(before, reply, **options)
         else:
-            turn = await episode.engine.generate(np.asarray(prompt["prompt_token_ids"], np.int32), **options)
+            turn = await episode.engine.generate(tokens, **options)
         outputs = list(self._outputs(turn, sampling_params, request_id))
-        if history:
+        if history is None:
+            episode.tree.add_tokens(turn)
+        else:
             text = "".join(output.outputs[0].text for output in outputs)
             episode.tree.add(history.messages, history.tools, AgentTurn(turn, history.parse(text, turn.tokens.tolist())))
         for output in outputs:
@@ -226,6 +233,12 @@ class _EpisodeEngine:
             {token: Logprob(float(logprob), decoded_token=text)}
             for token, logprob, text in zip(tokens, logprobs, texts, strict=True)
         ]
+
+
+def _with_text(message: Any) -> Message:
+    """Return a message whose content is a text, as our encoder of replies and the comparison of histories want it."""
+    content = message.get("content")
+    return {**message, "content": text_of(content)} if isinstance(content, list) else dict(message)
 
 
 DISTRIBUTION = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens", "ignore_eos")

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pipeline.config import agents
 from pipeline.environments.environment import Environment, JudgeLimits
 from pipeline.rollout.judges.environment_steps import (
     PARTS_BEFORE_ANSWER,
@@ -126,7 +127,8 @@ class JudgeGroup:
 
     Each open episode has a judge of its own from its first turn to its last. Episodes share judges if more are open than the
     environment has workers and, unless each judge builds its own environment, than MOST_JUDGES. At most as many judges compute
-    at a time as the environment has workers.
+    at a time as the environment has workers. Episodes of agents share no judge: the environment's workers limit how many are
+    open, and the others wait.
     """
 
     def __init__(
@@ -139,6 +141,9 @@ class JudgeGroup:
         self._limit_s = self.limits.call_s if self.limits.call_s is not None else self._timeout_s + settings.grace_s
         self._workers = settings.apart[name] if environment is None else environment.workers
         self._most = self._workers if environment is None else max(self._workers, MOST_JUDGES)
+        self._shared = name not in agents(settings.env)  # whether episodes may share a judge
+        if not self._shared:
+            self._most = self._workers
         self.judges: list[ForkedJudge] = []
         self._holders: dict[str, ForkedJudge] = {}  # judge of each open episode
         self._waiting: deque[_WaitingCall] = deque()
@@ -160,6 +165,7 @@ class JudgeGroup:
         if (held := self._holders.pop(episode, None)) is not None:
             held.episodes.discard(episode)
             held.tell(content)
+            self._start()  # an agent may wait for the judge
             if held.suspect and not held.busy and not held.episodes:
                 self._retire(held)
 
@@ -215,6 +221,8 @@ class JudgeGroup:
         if call.tries or len(self.judges) < self._most:
             self.judges.append(self._fork(self))
             return self.judges[-1]
+        if not self._shared:
+            return None
         return min(idle, key=lambda judge: len(judge.episodes), default=None)
 
     async def _run(self, call: _WaitingCall, taken: ForkedJudge, fresh: bool) -> None:

@@ -15,12 +15,15 @@ import asyncio
 import contextlib
 import functools
 import gc
+import glob
 import logging
 import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -229,6 +232,7 @@ class Parent:
                 group, gone = self._by_pid.pop(ended.si_pid, (None, None))
                 if gone is not None:
                     gone.kill()  # its process group, whose number is not free before the next line
+                    _remove_folders(ended.si_pid)
                 _, status = os.waitpid(ended.si_pid, 0)
                 if group is not None and gone is not None:
                     gone.ended.set_result(os.waitstatus_to_exitcode(status))
@@ -255,6 +259,13 @@ class Parent:
         thread = threading.Thread(target=close, name="close", daemon=True)
         thread.start()
         thread.join(CLOSE_S)
+
+
+def _remove_folders(judge: int) -> None:
+    """Remove the temporary folders that a killed judge has left, without waiting."""
+    for place in {tempfile.gettempdir(), "/tmp"}:
+        if left := glob.glob(f"{place}/hetstep-*-{judge}-*"):
+            subprocess.Popen(["rm", "-rf", *left])  # `_reap` collects it
 
 
 def run(connection: socket.socket, rank: int) -> None:

@@ -203,7 +203,7 @@ GPU = ("cluster.train.gpus_per_node=1", "policy.dtensor_cfg.enabled=true")
         (("policy.dtensor_cfg.flash_attention=3", *GPU), "flash_attn_interface", "train"),
         (("env.it={kind: ifeval}",), "langdetect", "generate"),
         (("policy.model_name=Qwen/Qwen3.5-9B", "policy.generation.backend=vllm"), "torchvision", "generate"),
-        (("env.it={kind: verifiers, kwargs: {taskset: x}}",), "verifiers", "generate"),
+        (("env.it={kind: verifiers, kwargs: {taskset: x}}", "data.apply_chat_template=true"), "verifiers", "generate"),
     ],
 )
 def test_optional_packages_must_be_installed_if_ranks_use_this_python(problems, monkeypatch, asked, package, component):
