@@ -31,7 +31,7 @@ from pipeline.rollout.judges.pool import JudgePool
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.sandbox import processes
-from pipeline.types import DataParallelRank, Prompt, Rollout, Sample, Sampling
+from pipeline.types import NOTHING_SAID, DataParallelRank, Prompt, Rollout, Sample, Sampling
 from tests.end_to_end import agents
 from tests.end_to_end.test_agents import TEMPLATE
 from tests.generate import tiny
@@ -49,6 +49,7 @@ class Recorded:
     def __init__(self, engine: Any):
         self._engine = engine
         self.before: dict[str, tuple[int, ...]] = {}
+        self.steps = 0
         self.draws: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self.most = 0
 
@@ -60,7 +61,7 @@ class Recorded:
         self._engine.add(requests)
 
     def step(self):
-        self.most = max(self.most, self._engine.pending)
+        self.most, self.steps = max(self.most, self._engine.pending), self.steps + 1
         completions = self._engine.step()
         self.draws += [(self.before[done.id], tuple(done.tokens.tolist())) for done in completions]
         return completions
@@ -77,13 +78,14 @@ class AgentBench:
         turns: int = 8,
         at_once: int = 64,
         policy: PolicyConfig | None = None,
+        workers: int | None = None,
         **kwargs: Any,
     ) -> None:
         fork_early()
         self.policy = policy or policy_of(folder)
         self.engine = Recorded(generate.build(self.policy, 1, 0, 0))
         tiny.load(self.engine, AutoModelForCausalLM.from_pretrained(folder).state_dict().items(), version=7)
-        environment = EnvironmentConfig(kind=kind, kwargs=kwargs, timeout_s=limit_s, precision="float32")
+        environment = EnvironmentConfig(kind=kind, kwargs=kwargs, timeout_s=limit_s, precision="float32", workers=workers)
         settings = EnvironmentSettings({"told": environment}, self.policy.tokenizer, True, turns, sys.path, policy=self.policy)
         self.wakeup, self.turns = threading.Event(), turns
         self.pool = JudgePool(settings, self.wakeup)
@@ -107,6 +109,13 @@ class AgentBench:
         self, numbers: Sequence[int] = (0, 1), samples: int = 2, most: int = 8, temperature: float = 1.0
     ) -> list[tuple[Prompt, Rollout]]:
         """Return the prompts and rollouts of a work."""
+        later, prompts = self.begin(numbers, samples, most, temperature)
+        self.driver.work(lambda: False)
+        assert later.ended and not self.engine.pending and not self.driver._active
+        return [(prompts[i], rollout) for i, group in sorted(by_place(later.unsent).items()) for rollout in group]
+
+    def begin(self, numbers: Sequence[int], samples: int, most: int = 8, temperature: float = 1.0) -> tuple[Any, list[Prompt]]:
+        """Begin a work, and return its reply and its prompts."""
         texts = [f"{number}+{number + 1}" for number in numbers]
         prompts = [
             Prompt(
@@ -118,10 +127,8 @@ class AgentBench:
             for i, text in enumerate(texts)
         ]
         sampling = Sampling(temperature=temperature, max_new_tokens=most)
-        later = self.driver.rollout(RolloutWork(0, prompts, samples, "train", 42, sampling, max_turns=self.turns))
-        self.driver.work(lambda: False)
-        assert later.ended and not self.engine.pending and not self.driver._active
-        return [(prompts[i], rollout) for i, group in sorted(by_place(later.unsent).items()) for rollout in group]
+        work = RolloutWork(0, prompts, samples, "train", 42, sampling, max_turns=self.turns)
+        return self.driver.rollout(work), prompts
 
 
 def policy_of(folder: Path, backend: str = "transformers", length: int = LENGTH, template: str = TEMPLATE) -> PolicyConfig:
@@ -200,6 +207,40 @@ def check_gradients(folder: Path, policy: PolicyConfig, played: list, samples: l
     theirs = gradient(alone)  # its norms are computed in float32, whatever the model's precision
     print("gradients differ by", (worst := ((ours - theirs).abs().max() / theirs.abs().max()).item()))
     assert worst < 1e-5
+
+
+PARTS = TEMPLATE.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}",
+)
+
+
+def bounded(folder: Path) -> None:
+    """Agents wait for a judge of their own, also with a template that takes contents as parts."""
+    policy = policy_of(folder, template=PARTS)
+    bench = AgentBench(folder, "python_agent", policy=policy, workers=2, function=f"{agents.__name__}.compacts")
+    played = bench.play(samples=8)
+    assert len(played) == 16 and bench.engine.most <= 2
+    for _, rollout in played:
+        assert not rollout.failure and not rollout.broke and rollout.metrics["unmatched_answers"] == 0, rollout
+    bench.pool.close()
+
+
+def cuts(folder: Path) -> None:
+    """An agent that is cut has said nothing, or keeps what it said, without a failure of its own."""
+    for steps in (0, 2, 12):
+        bench = AgentBench(folder, "agent", command=[sys.executable, *AGENT], variables={"ALL_SLEEP": "/nowhere"})
+        later, _ = bench.begin([agent_programs.BEHAVIOURS.index("sleeps")], samples=3)
+        bench.driver.work(lambda bench=bench, steps=steps: bench.engine.steps >= steps and bool(bench.driver._in_environment))
+        bench.driver.cut([0])
+        bench.driver.work(lambda: False)
+        assert later.ended and not bench.engine.pending and not bench.driver._active
+        rollouts = [rollout for group in by_place(later.unsent).values() for rollout in group]
+        assert len(rollouts) == 3
+        for rollout in rollouts:
+            assert not rollout.broke, rollout
+            assert rollout.failure == NOTHING_SAID if not rollout.turns else rollout.finish == "length", rollout
+        bench.pool.close()
 
 
 EXPECTED = {
@@ -338,5 +379,5 @@ def _proportional_kib(pid: int) -> int:
     return int(line.split()[1])
 
 
-SCENARIOS = (forks, misbehave, contained)
+SCENARIOS = (forks, bounded, cuts, misbehave, contained)
 LONG = (many,)
