@@ -334,7 +334,7 @@ def many(folder: Path) -> None:
     bench = AgentBench(
         folder,
         "agent",
-        command=[sys.executable, "-S", *AGENT],
+        command=[sys.executable, *AGENT],
         at_once=256,
         limit_s=300.0,
         episode_s=600.0,
