@@ -71,7 +71,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
 
     @property
     def compares(self) -> bool:
-        """Whether an answer's advantage depends on other answers, so that a turn which no other episode reaches has none."""
+        """True if an answer's advantage depends on other answers, so that a turn which no other episode reaches has none."""
         return True
 
     @override

@@ -163,7 +163,7 @@ class Encoder(RecordReader):
 
     @functools.cached_property
     def _endless(self) -> bool:
-        """Whether the chat template ends no turn with a token."""
+        """True if the chat template ends no turn with a token."""
         return not find_turn_ends(self.tokenizer, self.template.variables).texts
 
     def _bare_tokens(self, text: str) -> list[int]:

@@ -48,7 +48,7 @@ class AgentArguments:
     command: Any = MISSING
     """The program and its arguments. Arguments that are files beside the recipe or on Python's path become absolute."""
     reward: Literal["last_line", "exit", "file", "command", "judge"] = "last_line"
-    """Where the reward comes from. last_line: the last line of stdout, a number or {"reward": NUMBER, "metrics": {...}}.
+    """Source of the reward. last_line: the last line of stdout, a number or {"reward": NUMBER, "metrics": {...}}.
     exit: 1 for status 0, else 0. file: reward_file, of the same form. command: the last line of `score`. judge: the
     environment `judge` scores what the agent prints."""
     reward_file: Text = "reward.txt"
@@ -97,11 +97,6 @@ class Agent(AgentEnvironment):
             if not has and arguments.reward == source:
                 yield Problem(f"{key}.{name}", "missing-value", f"expected a value with {key}.reward={source}")
 
-    @classmethod
-    @override
-    def needs_answers(cls, arguments: Any) -> bool:
-        return False
-
     def __init__(self, arguments: AgentArguments, context: EnvironmentContext) -> None:
         """Find the command's files. Raises ValueError for a program or a folder that does not exist."""
         self._arguments = arguments
@@ -113,8 +108,6 @@ class Agent(AgentEnvironment):
         self._judge = context.build(arguments.judge) if arguments.judge else None
         if arguments.files and not os.path.isdir(arguments.files):
             raise ValueError(f"files: got {arguments.files}; expected a folder")
-        if context.workers:
-            self.workers = context.workers
 
     @override
     async def play(self, prompt: Prompt, access: AgentAccess, seed: int) -> Outcome:

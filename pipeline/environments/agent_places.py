@@ -1,4 +1,4 @@
-"""Where the command of an agent runs: in a folder of this machine, or in a container of an image."""
+"""Run the commands of an agent in a folder of this machine, or in a container of an image."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PORT = 8000
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """What a command came to."""
+    """The result of a command."""
 
     status: int
     output: str  # of stdout
@@ -172,7 +172,7 @@ class ImageContainer(AgentPlace):
 
 
 class _Printed:
-    """What a program prints, up to a number of bytes."""
+    """The output of a program, up to a number of bytes."""
 
     def __init__(self, most: int) -> None:
         self.stdout, self.stderr, self._most = bytearray(), bytearray(), most

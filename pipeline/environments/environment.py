@@ -235,6 +235,11 @@ class AgentEnvironment(BuiltinEnvironment):
     is_final = False
     workers = 256
 
+    @classmethod
+    def needs_answers(cls, arguments: Any) -> bool:
+        """Return False: an agent's reward need not come from an expected answer."""
+        return False
+
     @abstractmethod
     async def play(self, prompt: Prompt, access: AgentAccess, seed: int) -> Outcome:
         """Run the agent of one episode to its end and return the episode's outcome.

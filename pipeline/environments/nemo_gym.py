@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Item = dict[str, Any]
 """An item of the Responses API: a message, a call, a call's output, reasoning."""
 UNKNOWN_TOOL = '{"detail":"Not Found"}'
-"""What a resource server replies to a call of a tool that it lacks. Routes such as /verify are no tools."""
+"""Reply of a resource server to a call of a tool that it lacks. Routes such as /verify are no tools."""
 
 
 def tasks(split: str, seed: int, path: str, size: int | None = None, first: int = 0) -> list[dict[str, Any]]:
@@ -95,11 +95,6 @@ class NemoGym(AgentEnvironment):
     """Plays tasks of a resource server."""
 
     Arguments = NemoGymArguments
-
-    @classmethod
-    @override
-    def needs_answers(cls, arguments: Any) -> bool:
-        return False
 
     def __init__(self, arguments: NemoGymArguments, context: EnvironmentContext) -> None:
         self._url, self._timeout_s = arguments.url.rstrip("/"), context.timeout_s

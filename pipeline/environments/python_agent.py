@@ -44,11 +44,6 @@ class PythonAgent(AgentEnvironment):
 
     Arguments = PythonAgentArguments
 
-    @classmethod
-    @override
-    def needs_answers(cls, arguments: Any) -> bool:
-        return False
-
     def __init__(self, arguments: PythonAgentArguments, context: EnvironmentContext) -> None:
         """Import the function and OpenAI's client. Raises ValueError for what is no such function."""
         import openai  # vLLM brings it; other environments do without
@@ -60,8 +55,6 @@ class PythonAgent(AgentEnvironment):
         if wrong := problem(self._function, arguments.kwargs):
             raise ValueError(f"function: {wrong}")
         self._client, self._kwargs = openai.AsyncOpenAI, arguments.kwargs
-        if context.workers:
-            self.workers = context.workers
 
     @override
     async def play(self, prompt: Prompt, access: AgentAccess, seed: int) -> Outcome:

@@ -73,6 +73,12 @@ class Verifiers(AgentEnvironment):
     package = "verifiers"
     workers = 64
 
+    @classmethod
+    @override
+    def needs_answers(cls, arguments: Any) -> bool:
+        """Return True: the answer is the number of the task."""
+        return True
+
     def __init__(self, arguments: VerifiersArguments, context: EnvironmentContext) -> None:
         """Load the taskset and its environment. Raises ValueError if the package has none of this name or configuration."""
         _check_installed()

@@ -53,7 +53,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class TurnVerdict:
-    """What a turn of the function's conversation is worth."""
+    """The judgement of a turn of the function's conversation."""
 
     reward: float
     malformed: bool  # see Outcome.malformed

@@ -29,7 +29,7 @@ GUARD_TIMEOUT_S = 60.0
 
 
 class GuardProcess(Protocol):
-    """What is used of a guard's process; of a subprocess.Popen or of one that another process has forked."""
+    """The part of a guard's process that callers use: of a subprocess.Popen or of one that another process has forked."""
 
     pid: int
     stdin: IO[bytes] | None

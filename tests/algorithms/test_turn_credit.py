@@ -127,7 +127,7 @@ def test_thoughts_belong_to_the_answer_after_them():
 
 
 def test_episodes_without_rewards_of_turns_have_theirs_in_the_last_turn():
-    """So it is with a reward model, with answers that broke their environment, and with buffers of earlier versions."""
+    """The last turn has the reward of a reward model, of a broken answer, and of a buffer of an earlier version."""
     (rollout,) = group_of_turns([[0.0, 0.0, 0.0]]).rollouts
     assert turn_rewards(rollout, 2.5).tolist() == [0.0, 0.0, 2.5]
     assert turn_rewards(replace(rollout, turns=(), failure="it hung"), 0.0).tolist() == []

@@ -22,6 +22,7 @@ from pipeline.sandbox import image_cache
 from pipeline.sandbox.limits import ProgramResult, ResourceLimits
 from pipeline.sandbox.sandbox import Sandbox
 from tests.sandbox import container_attacks
+from tests.sandbox.container_attacks import PRELUDE
 from tests.sandbox.images import PYTHON, make_root
 
 LIMITS = ResourceLimits(
@@ -35,19 +36,6 @@ LIMITS = ResourceLimits(
     open_files=32,
 )
 LATE_S = 6.0  # seconds after its wall time within which a program's end must be reported, on a very busy machine
-PRELUDE = """
-import ctypes, errno, json, os, signal, sys, time
-told = json.loads(sys.stdin.read())
-libc = ctypes.CDLL(None, use_errno=True)
-def escaped(*how):
-    print("ESCAPED", *how, flush=True)
-def refused(work, *arguments):
-    try:
-        result = work(*arguments)
-    except OSError:
-        return
-    escaped(work, arguments, result)
-"""
 PYTHON_OF_ALL = "/usr/bin/python3"  # an interpreter that every user may read
 ANOTHER = 54321  # a user without a name
 PLACES = {"as a user": [], "in a container": ["unshare", "--user", "--map-root-user", "--mount"]}

@@ -20,7 +20,7 @@ CUT_S = 2.0
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What an agent's episode came to."""
+    """The result of an agent's episode."""
 
     outcome: Outcome
     ends: tuple[int, ...]  # draws that end a conversation; the last is of the rollout's `turns`

@@ -175,8 +175,7 @@ class _EpisodeEngine:
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse several answers to one request."""
-        if n != 1:
-            raise VLLMValidationError(f"n: got {n}; expected 1. Try {n} requests", parameter="n", value=n)
+        _check_count(n)
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: Any
@@ -248,6 +247,11 @@ CONSTRAINTS = ("structured_outputs", "logit_bias", "allowed_token_ids", "bad_wor
 DEFAULTS = SamplingParams()
 
 
+def _check_count(n: int) -> None:
+    if n != 1:
+        raise VLLMValidationError(f"n: got {n}; expected 1. Try {n} requests", parameter="n", value=n)
+
+
 def _check_distribution(asked: SamplingParams) -> None:
     """Raise VLLMValidationError if a request asks for another distribution than the policy's, or for more than it has."""
     changed = [name for name in DISTRIBUTION if getattr(asked, name) != getattr(DEFAULTS, name)]
@@ -256,7 +260,6 @@ def _check_distribution(asked: SamplingParams) -> None:
         hint = " Try tool_choice=auto" if name == "structured_outputs" else ""
         message = f"{name}: expected no value, since the policy learns from its own distribution.{hint}"
         raise VLLMValidationError(message, parameter=name)
-    if asked.n != 1:
-        raise VLLMValidationError(f"n: got {asked.n}; expected 1. Try {asked.n} requests", parameter="n", value=asked.n)
+    _check_count(asked.n)
     if asked.prompt_logprobs is not None or (asked.logprobs or 0) > 1:
         raise VLLMValidationError("logprobs: expected those of the sampled tokens alone. Try top_logprobs=0")

@@ -145,7 +145,7 @@ def _outcome(turns: list[DrawnTurn], truncated: bool = False) -> StepOutcome:
 
 
 def _outcome_of_agent(result: AgentResult) -> StepOutcome:
-    judged = checked_outcome(replace(result.outcome, observation=None))
+    judged = checked_outcome(result.outcome)
     if not result.ends:
         return replace(judged, function=FunctionReply())
     verdicts = tuple(TurnVerdict(reward, False) for reward in result.outcome.of_turns)
