@@ -41,7 +41,7 @@ from pipeline.recipe import user_code
 from pipeline.refit.broadcast import BroadcastRefit
 from pipeline.refit.planned import PlannedRefit
 from pipeline.refit.protocol import Refit
-from pipeline.roles import GenerateRole, JudgeRole, RewardRole, TrainRole
+from pipeline.roles import EnvironmentRole, GenerateRole, JudgeRole, RewardRole, TrainRole
 from pipeline.rpc import RpcClient, RpcGroup
 from pipeline.seams import job_events
 from pipeline.steering.live_changes import Steering
@@ -102,7 +102,9 @@ def main(run_dir: Path) -> None:
     leave(world, timeouts.silence)
 
 
-def _role(recipe: Recipe, world: World) -> TrainRole | GenerateRole | RewardRole | JudgeRole:
+def _role(recipe: Recipe, world: World) -> TrainRole | GenerateRole | RewardRole | JudgeRole | EnvironmentRole:
+    if world.component == "environment":
+        return EnvironmentRole(world)
     refit = _refit(recipe, world) if config.generates(recipe) and config.trains(recipe) else None
     seed = config.section(recipe).seed
     if world.component == "train":

@@ -26,7 +26,7 @@ from pipeline.files.small_files import LONGEST, Count, Moment
 from pipeline.observe.spans import CATEGORIES, WAITING, Merger, Span, span
 from pipeline.recipe import user_files
 
-REALMS = ("train", "generate", "reward", "judge")
+REALMS = ("train", "generate", "reward", "judge", "environment")
 BLOCK = 1 << 16
 
 
@@ -108,7 +108,7 @@ class _StepEvent(msgspec.Struct, tag_field="ph", tag="i"):
 
 class _About(msgspec.Struct):
     rank: Count
-    realm: Literal["train", "generate", "reward", "judge"]
+    realm: Literal["train", "generate", "reward", "judge", "environment"]
     engine: Count | None
     node: str
     began: Moment

@@ -135,7 +135,7 @@ def step_options(share: NodeShare) -> list[str]:
     ]
     if component.cpus_per_task and share.alone:
         options.append(f"--cpus-per-task={component.cpus_per_task}")
-    elif component.gpus_per_node or not share.alone:
+    elif takes_whole_nodes(component) or component.gpus_per_node or not share.alone:
         options.append("--cpu-bind=none")  # otherwise Slurm binds each rank to one CPU
     return [*options, f"--gpus-per-node={share.host.gpus_per_node}"] if component.gpus_per_node else options
 

@@ -23,7 +23,7 @@ DESCRIPTIONS = {
     "local": "processes on this machine",
 }
 OF_SLURM = re.compile(
-    r"cluster\.((train|generate|reward)\.(?!(nodes|gpus_per_node|ranks_per_node|env_vars|gpu|gpu_memory_gb)\b)|sbatch_options)"
+    r"cluster\.((train|generate|reward|judge|environment)\.(?!(nodes|gpus_per_node|ranks_per_node|env_vars|gpu|gpu_memory_gb)\b)|sbatch_options)"
 )
 """Beginnings of keys that neither a local run nor a plan reads."""
 

@@ -99,7 +99,7 @@ def differences(measured: Recipe, planned: Recipe, same_model: bool) -> list[str
 
 
 def _gpus(recipe: Recipe) -> set[str]:
-    return {component.gpu for component in config.components(recipe).values()}
+    return {component.gpu for component in config.model_components(recipe).values()}
 
 
 def _layout(recipe: Recipe) -> tuple[object, ...]:

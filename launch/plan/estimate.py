@@ -375,7 +375,7 @@ def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike], planned: Reci
     planned: the recipe whose plan these ratios calibrate. Its plan.hardware also applies to the earlier run's prediction if
     both runs have the same kinds of GPUs.
     """
-    kinds = [{component.gpu for component in config.components(run).values()} for run in (measured.recipe, planned)]
+    kinds = [{component.gpu for component in config.model_components(run).values()} for run in (measured.recipe, planned)]
     measured_hardware = planned.plan.hardware if kinds[0] == kinds[1] else None
     recipe = replace(measured.recipe, plan=PlanConfig(hardware=measured_hardware))
     if not step_time.is_priced(recipe):

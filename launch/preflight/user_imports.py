@@ -34,6 +34,7 @@ from pipeline.config import (
     Problem,
     Recipe,
     RecipeError,
+    environment_component,
     generates,
     is_dotted_path,
     keyed_sets,
@@ -81,22 +82,22 @@ class CodeReference:
 
 def code_references(recipe: Recipe) -> list[CodeReference]:
     """Return the user code in a recipe: all that has a dotted path or is in a file."""
-    references = []
+    references, judging = [], environment_component(recipe)
     for name, environment in recipe.env.items() if generates(recipe) else ():
         for scorer in scorers(name, environment):
             if scorer.kind not in KINDS:
                 role = "reward" if scorer.reward else "environment"
-                references.append(CodeReference(scorer.key, scorer.kind, role, "generate", scorer.kwargs, name))
+                references.append(CodeReference(scorer.key, scorer.kind, role, judging, scorer.kwargs, name))
         if environment.kind == "python_agent" and isinstance(path := environment.kwargs.get("function"), str):
             arguments = environment.kwargs.get("kwargs") or {}
-            references.append(CodeReference(f"env.{name}.kwargs.function", path, "agent", "generate", arguments))
+            references.append(CodeReference(f"env.{name}.kwargs.function", path, "agent", judging, arguments))
         if environment.kind == "tools":
             key = f"env.{name}.kwargs.tools"
             tools, _ = read_tools(key, environment.kwargs.get("tools"))  # checks of the recipe report its problems
             kinds = {tool: config.kind for tool, config in tools.items() if config.kind and config.kind not in TOOLS}
-            references += [CodeReference(f"{key}.{tool}", kind, "tool", "generate") for tool, kind in kinds.items()]
+            references += [CodeReference(f"{key}.{tool}", kind, "tool", judging) for tool, kind in kinds.items()]
     if rollout := rollout_function(recipe):
-        references.append(CodeReference("rollout", rollout, "rollout", "generate"))
+        references.append(CodeReference("rollout", rollout, "rollout", judging))
     if recipe.algorithm_class:
         references.append(CodeReference("algorithm", recipe.algorithm_class, "algorithm", "train"))
     if trains(recipe) and recipe.loss_fn.custom:

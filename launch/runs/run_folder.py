@@ -160,6 +160,7 @@ class RunFolder:
         served = any(section.get("served_by") == "reward" for section in environments)
         judged = self.trains and self.samples and self.value("judge.model_name") is not None
         present = {"train": self.trains, "generate": self.samples, "reward": served, "judge": judged}
+        present["environment"] = self.samples and self.value("cluster.environment.nodes", 0) > 0
         return {name: self.value(f"cluster.{name}", {}) for name, is_there in present.items() if is_there}
 
     @property
@@ -172,6 +173,8 @@ class RunFolder:
         yield f"{plural(nodes * (component.get('ranks_per_node') or max(1, gpus)), 'rank')} on {plural(nodes, 'node')}"
         if gpus:
             yield f"{gpus} {component.get('gpu', 'GPUs')} each"
+        if name == "environment":
+            return
         trainer = "policy.megatron_cfg" if self.value("policy.megatron_cfg.enabled") else "policy.dtensor_cfg"
         section = {"generate": "policy.generation.vllm_cfg", "judge": "judge.vllm_cfg"}.get(name, trainer)
         for key, value in self.value(section, {}).items():

@@ -115,7 +115,7 @@ from pipeline.config.policy import (
     SequencePackingConfig,
     TokenizerConfig,
 )
-from pipeline.config.recipe_checks import components, has_gpus, problems, validate
+from pipeline.config.recipe_checks import components, has_gpus, model_components, problems, validate
 from pipeline.config.schema import (
     CurriculumConfig,
     DataConfig,
@@ -126,6 +126,8 @@ from pipeline.config.schema import (
     ahead,
     compiles,
     engine_ranks,
+    environment_component,
+    environments_apart,
     expert_tensor_parallel_size,
     generates,
     needs_triton,

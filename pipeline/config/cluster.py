@@ -103,6 +103,19 @@ class ComponentConfig:
     """Environment variables of the ranks."""
 
 
+@dataclass
+class EnvironmentComponentConfig(ComponentConfig):
+    """The ranks that run environments, agents and sandboxes on nodes of their own, which need no GPUs.
+
+    Each rank serves some of the engines: engines are divided among the ranks, or ranks among the engines if there are more.
+    """
+
+    nodes: Annotated[NotNegative, Field(le=1 << 16)] = 0
+    """Number of nodes. 0: environments run on the generate ranks' nodes."""
+    exclusive: Bool | None = True
+    """Allocate whole nodes, with all CPUs and memory. With false, set cpus_per_task and mem: environments use what they get."""
+
+
 OF_NODES = {
     "nodes": 1,
     "gpu": "h100",
@@ -115,6 +128,8 @@ OF_NODES = {
     "exclusive": None,
 }
 """Defaults of components on separate nodes. With cluster.share_nodes all components take the values of cluster.train."""
+OF_CONTAINER = ("container_image", "container_mounts", "container_workdir", "container_args", "python")
+"""Keys that cluster.environment takes from cluster.generate, whose packages its ranks need."""
 SHARED = {**OF_NODES, "gpus_per_node": 0}
 """Defaults of cluster.generate. With policy.generation.colocated.enabled it takes the values of cluster.train."""
 
@@ -137,6 +152,11 @@ def _generate() -> ComponentConfig:
 
 def _apart() -> ComponentConfig:
     return ComponentConfig(**{key: _of_train(key, apart, "cluster.share_nodes") for key, apart in OF_NODES.items()})
+
+
+def _environment() -> EnvironmentComponentConfig:
+    same: Any = {key: f"${{cluster.generate.{key}}}" for key in OF_CONTAINER}
+    return EnvironmentComponentConfig(**same)
 
 
 def _of_gpu(component: str, name: str) -> Any:
@@ -209,6 +229,8 @@ class ClusterConfig:
     """Used only if an environment has served_by=reward."""
     judge: ComponentConfig = field(default_factory=_apart)
     """Used only if judge.model_name names a model."""
+    environment: EnvironmentComponentConfig = field(default_factory=_environment)
+    """Used only if its nodes are not 0. Its default container is that of cluster.generate."""
     network: NetworkConfig = field(
         default_factory=lambda: NetworkConfig(
             nic_gb_per_s=_of_gpu("train", "nic_gb_per_s"),

@@ -40,7 +40,7 @@ from pipeline.config.parallelism import (
 )
 from pipeline.config.policy import LoRAConfig, PolicyConfig
 from pipeline.config.routing_checks import check_load_balancing, check_router_replay
-from pipeline.config.schema import Recipe, adapters, engine_ranks, generates, section, trains
+from pipeline.config.schema import Recipe, adapters, engine_ranks, environments_apart, generates, section, trains
 from pipeline.recipe.problems import Problem, refuse
 
 
@@ -69,6 +69,7 @@ def contradictions(recipe: Recipe) -> Iterator[Problem]:
         yield from check_data(recipe)
     yield from _check_plan(recipe)
     yield from determinism.problems(recipe, components(recipe))
+    yield from _check_environment_ranks(recipe)
     yield from _check_storage(recipe.cluster.timeouts)
     yield from check_encryption(recipe.checkpointing, recipe.run_dir)
     yield from check_environments(recipe.env)
@@ -167,7 +168,25 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
         parts["reward"] = cluster.reward
     if serves_judge(recipe):
         parts["judge"] = cluster.judge
+    if environments_apart(recipe):
+        parts["environment"] = cluster.environment
     return parts
+
+
+def model_components(recipe: Recipe) -> dict[str, ComponentConfig]:
+    """Return name -> component of the job, in rank order, for the components that hold models."""
+    return {name: component for name, component in components(recipe).items() if name != "environment"}
+
+
+def _check_environment_ranks(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of cluster.environment."""
+    cluster = recipe.cluster
+    if cluster.environment.nodes and not generates(recipe):
+        message = f"got {cluster.environment.nodes}, but {recipe.algorithm} has no environments; expected 0"
+        yield Problem("cluster.environment.nodes", "has-no-effect", message)
+    if gpus := cluster.environment.gpus_per_node:
+        message = f"got {gpus}; expected 0, since environments hold no model. For a model that judges, see help=judge"
+        yield Problem("cluster.environment.gpus_per_node", "unsupported", message)
 
 
 def _check_without_trainers(recipe: Recipe) -> Iterator[Problem]:
@@ -222,7 +241,7 @@ def _check_shared_nodes(recipe: Recipe) -> Iterator[Problem]:
         )
         yield Problem(key, "contradiction", message)
         return
-    for name, component in components(recipe).items():
+    for name, component in model_components(recipe).items():
         yield from _as_train_has(recipe, name, component, OF_NODES, f"{key}=true puts all components on the same nodes", key)
 
 

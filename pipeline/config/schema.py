@@ -387,11 +387,23 @@ def trial_lengths(policy: PolicyConfig) -> tuple[int, ...]:
     return (longest,) * count
 
 
+def environments_apart(recipe: Recipe) -> bool:
+    """Return whether environments have ranks of their own. The job then has an environment component."""
+    return generates(recipe) and recipe.cluster.environment.nodes > 0
+
+
+def environment_component(recipe: Recipe) -> str:
+    """Return the name of the component whose ranks run the environments."""
+    return "environment" if environments_apart(recipe) else "generate"
+
+
 def needs_triton(recipe: Recipe, component: str) -> bool:
     """Return whether a component's ranks compile kernels on GPUs and cannot run without them (vLLM, Megatron-Core).
 
     FSDP2 runs its layers eagerly if they cannot be compiled.
     """
+    if component == "environment":
+        return False
     if component in ("generate", "judge"):
         return recipe.policy.generation.backend == "vllm"
     return uses_megatron(recipe.policy) and recipe.policy.megatron_cfg.bias_activation_fusion is not False

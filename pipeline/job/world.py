@@ -1,5 +1,7 @@
 """The world: every rank of the job, its components' ranks, and every process group that spans components.
 
+Environment ranks hold no tensors, so they join no process group. They have the last numbers, and reach rank 0's store alone.
+
 Only `join` creates spanning groups. It joins the spanning world, and makes the spanning groups while the spanning world is
 torch's default group. Then it makes the rank's own group the default, because Megatron, FSDP and vLLM use the default group.
 
@@ -34,6 +36,7 @@ from pipeline.config import (
     VLLMConfig,
     colocated,
     engine_ranks,
+    environments_apart,
     generates,
     ranks,
     serves_judge,
@@ -105,10 +108,11 @@ class WorkerGroups:
     colocated: bool = False  # the train and the generate ranks of a node share its GPUs
     judge: tuple[int, ...] = ()  # empty unless a generative judge has its own ranks
     judge_engines: tuple[tuple[int, ...], ...] = ()  # the judge ranks, one tuple per engine
+    environment: tuple[int, ...] = ()  # empty unless environments have ranks of their own
 
     @classmethod
     def of(cls, recipe: Recipe) -> WorkerGroups:
-        """Number the ranks: train first, then generate, reward and judge. An evaluation has only generate ranks."""
+        """Number the ranks: train first, then generate, reward, judge and environment. An evaluation has no train ranks."""
         train = tuple(range(ranks(recipe.cluster.train))) if trains(recipe) else ()
         if not generates(recipe):
             return cls(train, (), ())
@@ -118,11 +122,15 @@ class WorkerGroups:
         reward = tuple(range(begin, begin + ranks(recipe.cluster.reward))) if serves_rewards(recipe) else ()
         begin += len(reward)
         judge = tuple(range(begin, begin + ranks(recipe.cluster.judge))) if serves_judge(recipe) else ()
-        return cls(train, generate, engines, reward, colocated(recipe), judge, _engines(judge, recipe.judge.vllm_cfg))
+        begin += len(judge)
+        apart = tuple(range(begin, begin + ranks(recipe.cluster.environment))) if environments_apart(recipe) else ()
+        judges = _engines(judge, recipe.judge.vllm_cfg)
+        return cls(train, generate, engines, reward, colocated(recipe), judge, judges, apart)
 
     def by_component(self) -> dict[str, tuple[int, ...]]:
         """Return the ranks of each component; () for a component that the run lacks."""
-        return {"train": self.train, "generate": self.generate, "reward": self.reward, "judge": self.judge}
+        names = ("train", "generate", "reward", "judge", "environment")
+        return {name: getattr(self, name) for name in names}
 
     def name(self, rank: int) -> str:
         """Return the component of a rank."""
@@ -162,7 +170,7 @@ class World:
         self.device = _device(info)
         # The device of tensors sent over `spanning` and `refit`: NCCL refuses two ranks on a GPU, and gloo needs host memory.
         self.carrier = torch.device("cpu") if workers.colocated else self.device
-        self.spanning: dist.ProcessGroup  # all ranks; this and `own` are set by `join`
+        self.spanning: dist.ProcessGroup  # all ranks but environment ranks; this and `own` are set by `join`
         self.own: dist.ProcessGroup  # the train ranks, the reward ranks, or this rank's engine
         self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks; None on other ranks, and without refits
 
@@ -294,6 +302,8 @@ def join(world: World) -> None:
     digests.
     """
     _choose_interface(world)
+    if world.component == "environment":
+        return
     # For groups that libraries make without a timeout, such as FSDP's mesh and vLLM's: torch's 10 minutes would end a rank
     # before the watchdog has named the missing one.
     distributed_c10d.default_pg_timeout = NEVER
@@ -328,7 +338,8 @@ def _make_spanning(world: World) -> None:
     """Make the groups of ranks of several components."""
     backend = "gloo" if world.workers.colocated else carriers(world.device)
     store = PrefixStore("world", world.store)
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
+    size = world.size - len(world.workers.environment)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=size, timeout=NEVER)
     assert dist.group.WORLD is not None
     world.spanning = dist.group.WORLD
     if world.workers.generate and world.workers.train:
@@ -337,13 +348,15 @@ def _make_spanning(world: World) -> None:
 
 
 def connect(world: World, broadcasts: bool = False) -> None:
-    """Make the spanning group's communicator. Every rank calls this after `join`, when the nodes have passed their checks.
+    """Make the spanning group's communicator. All its ranks call this after `join`, when the nodes have passed their checks.
 
     broadcasts: policy.generation.refit_transport is broadcast.
 
     NCCL makes a communicator at a group's first use, and waits for all ranks, forever if their NCCL versions differ. A refit
     cannot be this first use: reward and judge ranks take part in none, and other ranks may have no messages in its first round.
     """
+    if world.component == "environment":
+        return
     with world.phase("connect all ranks", verb="join"):  # bounded by cluster.timeouts.join
         dist.all_reduce(torch.zeros(1, device=world.carrier), group=world.spanning)
         if not broadcasts:
@@ -408,7 +421,7 @@ def _connect_to_rank_0(world: World, authenticator: GlooAuthenticator) -> None:
     linux.raise_open_files()  # rank 0 connects to every rank, others to their component
     store = PrefixStore("star", world.store)
     authenticator.offer(store, world.rank)
-    peers = range(1, world.size) if world.rank == 0 else [0]
+    peers = range(1, world.spanning.size()) if world.rank == 0 else [0]
     gloo: Any = world.spanning._get_backend(torch.device("cpu"))  # torch's stub of a backend lacks send and recv
     authenticator.authenticate(gloo, store, peers)
 

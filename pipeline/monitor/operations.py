@@ -84,7 +84,7 @@ class StepOperations:
         self._old_share = algorithm.old_share
         generation = recipe.policy.generation
         self._cached = generation.backend == "vllm" and generation.vllm_cfg.enable_prefix_caching
-        self._peaks = {name: _peak(recipe, name, of) for name, of in config.components(recipe).items()}
+        self._peaks = {name: _peak(recipe, name, of) for name, of in config.model_components(recipe).items()}
 
     @classmethod
     def of(cls, recipe: Recipe) -> StepOperations | None:

@@ -3,8 +3,9 @@
     check(world, cluster, compiles)          # every rank, between `join` and its role
 
 Every rank probes its own GPU, and the first rank of a component on a node probes that node (`probe.py`). The first rank of each
-node exchanges messages with its neighbours in the ring of nodes (`ring.py`). Rank 0 gathers the reports, finds outliers
-(`diagnosis.py`), and writes them to the attempt's nodes.json and to its log (`results.py`).
+node exchanges messages with its neighbours in the ring of nodes (`ring.py`), without nodes that have environment ranks alone.
+Rank 0 gathers the reports, finds outliers (`diagnosis.py`), and writes them to the attempt's nodes.json and to its log
+(`results.py`).
 
 The cost: each rank sends one message to rank 0's store; each node writes one small file, and rank 0 reads several at a
 time; all nodes exchange messages at the same time, two or three times for about 0.1 s. A single node sends nothing and writes
@@ -27,7 +28,6 @@ import msgspec
 import torch.distributed as dist
 
 from pipeline.config import ClusterConfig, ComponentConfig
-from pipeline.config.determinism import ENGINES
 from pipeline.files import small_files
 from pipeline.job.attempt import Attempt
 from pipeline.job.watchdog import Failure, Heartbeat
@@ -57,7 +57,7 @@ def check(world: World, cluster: ClusterConfig, compiles: bool = False) -> None:
     if not cluster.node_checks.enabled:
         return
     component: ComponentConfig = getattr(cluster, world.component)
-    needs = InstallationNeeds(world.component not in ENGINES, compiles and component.gpus_per_node > 0)
+    needs = InstallationNeeds(world.component in ("train", "reward"), compiles and component.gpus_per_node > 0)
     with world.phase("", verb=VERB):
         if world.rank == 0:
             _lead(world, cluster, needs)
@@ -148,7 +148,8 @@ def _nodes(world: World) -> dict[str, list[int]]:
 
 def _measure(world: World, results: CheckResults, least: float | None) -> None:
     """Measure the ring of the reachable nodes. Then measure nodes that may be slow once more, with other partners."""
-    members = [ranks[0] for ranks in results.ranks.values() if set(ranks) <= set(results.reports)]
+    apart = set(world.workers.environment)  # ranks that are in no process group
+    members = [ranks[0] for ranks in results.ranks.values() if set(ranks) <= set(results.reports) and ranks[0] not in apart]
     rounds = ring.ring([] if results.mismatches else members)  # messages between mismatched components never arrive
     for turn in range(ring.TURNS):
         _publish(world, f"rounds/{turn}", rounds)

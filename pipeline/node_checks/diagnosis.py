@@ -51,7 +51,7 @@ def reports(
         for node, why in more.items():
             problems.setdefault(node, []).extend(why)
 
-    for component in COMPONENTS:
+    for component in (*COMPONENTS, "environment"):
         members = set(getattr(workers, component))
         config: ComponentConfig = getattr(cluster, component)
         groups = {node: [seen[rank] for rank in ranks if rank in members and rank in seen] for node, ranks in nodes.items()}

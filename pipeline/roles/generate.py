@@ -16,11 +16,13 @@ from pipeline.generate.generate_backend import GenerateBackend, MemoryPart
 from pipeline.job.world import World
 from pipeline.refit.protocol import Commit, PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
+from pipeline.roles.environment import judge_pool
 from pipeline.roles.reward import Scorer
 from pipeline.roles.served_judge import served_judge
 from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.judges.environment_steps import EnvironmentSettings
 from pipeline.rollout.judges.pool import LOAD_SHARE, JudgePool
+from pipeline.rollout.judges.pools import JudgePools
 from pipeline.rollout.lockstep import VERB, Lockstep, engine_readings
 from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork, ScoreWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply, verb
@@ -45,7 +47,7 @@ class GenerateRole:
         self._leads = world.rank == self._engine[0]
         self._lockstep = Lockstep(world.own if len(self._engine) > 1 else None)
         self._driver: EpisodeDriver | None = None  # on the leader
-        self._environments: JudgePool | None = None  # on the leader
+        self._environments: JudgePool | JudgePools | None = None  # on the leader
         self._built: GenerateBackend | None = None  # by `setup`
         self.wakeup = threading.Event()
 
@@ -85,13 +87,13 @@ class GenerateRole:
         assert self._built, "verb 'setup' comes first"
         return self._built
 
-    def _start_judges(self) -> JudgePool:
+    def _start_judges(self) -> JudgePool | JudgePools:
         settings = EnvironmentSettings.of(self._recipe, served_judge(self._recipe, self._world))
         if self._serves == "judge":  # rank 0 reads its verdicts
             settings = dataclasses.replace(settings, env={}, function="")
-        return JudgePool(settings, self.wakeup)
+        return judge_pool(self._world, settings, self.wakeup, self._recipe.cluster.timeouts.join)
 
-    def _lead(self, backend: GenerateBackend, judges: JudgePool) -> None:
+    def _lead(self, backend: GenerateBackend, judges: JudgePool | JudgePools) -> None:
         judges.wait_until_loaded(LOAD_SHARE * self._recipe.cluster.timeouts.setup)
         self._environments = judges
         most, longest = backend.max_num_seqs, self._policy.generation.vllm_cfg.max_model_len

@@ -34,6 +34,7 @@ from pipeline.rollout.episode import Episode
 from pipeline.rollout.function_episode import FunctionEpisode
 from pipeline.rollout.judges.environment_steps import CallFailure, StepOutcome
 from pipeline.rollout.judges.pool import JudgePool
+from pipeline.rollout.judges.pools import JudgePools
 from pipeline.rollout.lockstep import STEP, WAIT, Lockstep, Move, apply_move, waiting, working
 from pipeline.rollout.rollout_messages import FinishedGroup, RolloutWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply
@@ -64,7 +65,7 @@ class EpisodeDriver:
     def __init__(
         self,
         engine: GenerateBackend,
-        environments: JudgePool,
+        environments: JudgePool | JudgePools,
         lockstep: Lockstep,
         world: World,
         wakeup: threading.Event,

@@ -21,6 +21,7 @@ from pipeline.rollout.judges.environment_steps import EnvironmentSettings
 from pipeline.rollout.judges.group import CLOSE_S
 from pipeline.rollout.judges.judge_process import EnvCommand, frame, how_ended, messages
 from pipeline.rollout.judges.parent import EnvReport
+from pipeline.rollout.judges.sealed_stream import SealedStream
 
 READ_S = 1.0  # for the last reports of a process that has ended
 
@@ -28,7 +29,7 @@ READ_S = 1.0  # for the last reports of a process that has ended
 class ParentProcess:
     """A child process of the rank that waits for its settings, then loads environments and forks judges."""
 
-    def __init__(self, pid: int, connection: socket.socket) -> None:
+    def __init__(self, pid: int, connection: socket.socket | SealedStream) -> None:
         self.pid, self.connection = pid, connection
         self.status: int | None = None  # once the process has ended
         self.loaded = False
@@ -96,7 +97,7 @@ class ParentProcess:
         """Kill the process if it runs; return how it ended."""
         if self._poll() is None:
             os.kill(self.pid, signal.SIGKILL)
-        self._wait(CLOSE_S)
+        self.wait(CLOSE_S)
         self._unsent.put(b"")
         self.connection.shutdown(socket.SHUT_RDWR)
         return "does not end" if self.status is None else how_ended(self.status)
@@ -104,7 +105,7 @@ class ParentProcess:
     def close(self) -> None:
         """Let the process close its environments; kill it if it does not end in time."""
         self.send(EnvCommand())
-        self._wait(2 * CLOSE_S + READ_S)
+        self.wait(2 * CLOSE_S + READ_S)
         self.end()
 
     def _poll(self) -> int | None:
@@ -113,7 +114,8 @@ class ParentProcess:
             self.status = os.waitstatus_to_exitcode(status) if pid else None
         return self.status
 
-    def _wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for the end of the process."""
         deadline = time.monotonic() + timeout_s
         while self._poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -145,8 +147,12 @@ def fork_early() -> None:
         os._exit(status)
 
 
-def start(settings: EnvironmentSettings, wakeup: threading.Event) -> ParentProcess:
-    """Return a process that loads its environments: the one that `fork_early` has forked, or a new one."""
-    process = _early.pop() if _early else ParentProcess.spawn()
-    process.begin(settings, wakeup)
-    return process
+def end_early() -> None:
+    """Let the process that `fork_early` has forked end, because no pool needs it."""
+    while _early:
+        _early.pop().end()
+
+
+def start() -> ParentProcess:
+    """Return a process that waits for its settings: the one that `fork_early` has forked, or a new one."""
+    return _early.pop() if _early else ParentProcess.spawn()

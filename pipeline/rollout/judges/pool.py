@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from pipeline.files.encoding import encode
 from pipeline.rollout.function_messages import FunctionCall
@@ -44,9 +45,17 @@ SCORED_ELSEWHERE = StepOutcome(0.0, {}, over=True, observation=None)
 class JudgePool:
     """Judges the turns of one engine in forks. Only the thread that creates it may use it; `wakeup` is set at each answer."""
 
-    def __init__(self, settings: EnvironmentSettings, wakeup: threading.Event) -> None:
-        """Start the process, if there is an environment to load, without waiting until the environments are loaded."""
-        self._settings, self._wakeup = settings, wakeup
+    def __init__(
+        self,
+        settings: EnvironmentSettings,
+        wakeup: threading.Event,
+        connect: Callable[[], ParentProcess] = parent_process.start,
+    ) -> None:
+        """Start the process, if there is an environment to load, without waiting until the environments are loaded.
+
+        connect: starts a process, on this machine or another one.
+        """
+        self._settings, self._wakeup, self._connect = settings, wakeup, connect
         scored = {name for name, environment in settings.env.items() if environment.kind == "reward_model"}
         self._elsewhere = set() if settings.function else scored
         self._process = self._next() if settings.env.keys() - self._elsewhere else None
@@ -61,7 +70,9 @@ class JudgePool:
         self._deaths = 0
 
     def _next(self) -> ParentProcess:
-        return parent_process.start(self._settings, self._wakeup)
+        process = self._connect()
+        process.begin(self._settings, self._wakeup)
+        return process
 
     def wait_until_loaded(self, timeout_s: float | None = None) -> None:
         """Wait until the environments are loaded; timeout_s None: without a limit.
