@@ -16,7 +16,7 @@ from pipeline.generate.generate_backend import GenerateBackend, MemoryPart
 from pipeline.job.world import World
 from pipeline.refit.protocol import Commit, PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
-from pipeline.roles.environment import judge_pool
+from pipeline.roles.environment_ranks import judge_pool
 from pipeline.roles.reward import Scorer
 from pipeline.roles.served_judge import served_judge
 from pipeline.rollout.driver import EpisodeDriver

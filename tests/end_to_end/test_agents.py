@@ -32,6 +32,7 @@ CHAT = (
     "cluster.generate.ranks_per_node=1",
     "cluster.timeouts.silence=120",
 )
+APART = ("cluster.environment.nodes=2",)
 ALONE = "policy.generation.max_num_seqs=1"  # each request is a batch of its own, whatever the time
 TASKSETS = Path(__file__).parents[1] / "environments/tasksets"
 VERIFIERS = "data.train={_override_: true, dataset_name: pipeline.environments.verifiers.tasks, messages_key: messages, \
@@ -62,7 +63,7 @@ def in_process(tmp_path_factory) -> Run:
 @pytest.mark.parametrize(
     "kind, keys",
     [
-        ("kind: python_agent, kwargs: {function: tests.end_to_end.agents.talk}", ()),
+        ("kind: python_agent, kwargs: {function: tests.end_to_end.agents.talk}", APART),
         ("kind: agent, kwargs: {command: [python, -m, tests.end_to_end.agents]}", ()),
         pytest.param(
             "kind: verifiers, kwargs: {taskset: hetstep_talk}",
@@ -73,12 +74,14 @@ def in_process(tmp_path_factory) -> Run:
     ids=["function", "command", "verifiers"],
 )
 def test_an_agent_has_the_run_of_the_environment_in_process(tmp_path, in_process, kind, keys):
-    """Tokens, rewards, losses and gradients are equal to the last bit."""
+    """Tokens, rewards, losses and gradients are equal to the last bit, also with agents on environment ranks."""
     run = run_with(tmp_path / "run", kind, ALONE, *keys)
     assert rollouts(run) == rollouts(in_process)
     known = in_process.metrics()
     assert [{key: line[key] for key in first} for line, first in zip(run.metrics(), known, strict=True)] == known
     assert [[line[key] for key in OF_AGENTS] for line in run.metrics()] == [[1.0, 0.0]] * 2
+    logs = [path.read_text() for path in run.folder.glob("attempts/*/rank*.log")]
+    assert sum("runs the environments of an engine" in log for log in logs) == (2 if keys == APART else 0)
 
 
 @pytest.mark.full

@@ -30,9 +30,13 @@ EXPORTED = (
 
 @pytest.mark.slurm
 def test_slurm_equals_local_to_the_last_bit(tmp_path, uninterrupted, slurm_cluster):
-    run = submit(tmp_path / "run", *SLURM, "grpo.max_num_steps=2", env=slurm_cluster.env)
+    """Environments have a node of their own, which the local run does not have."""
+    apart = ("cluster.generate.nodes=1", "cluster.generate.ranks_per_node=2", "cluster.environment.nodes=1")
+    run = submit(tmp_path / "run", *SLURM, *apart, "grpo.max_num_steps=2", env=slurm_cluster.env)
     assert run.status == 0, run.output
     assert run.metrics() == uninterrupted[:2]
+    (log,) = run.folder.glob("attempts/*/rank00004.log")
+    assert log.read_text().count("runs the environments of an engine") == 2
 
 
 @pytest.mark.full  # by default with the transformers engine

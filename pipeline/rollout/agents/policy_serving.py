@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import override
-from vllm.config import VllmConfig
+from vllm.config import DeviceConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -95,7 +95,7 @@ class PolicyServing:
         if model_config.hf_config.model_type == "gpt_oss":  # vLLM renders its messages without the chat template
             message = "got a model of gpt-oss with an environment of agents; expected another model, or kind tools"
             raise RecipeError(Problem("policy.model_name", "unsupported", message))
-        model_config.quantization = None  # no weights here
+        model_config.quantization = None  # no weights here, and no GPU: environment ranks may have none
         tool_parser = policy.generation.tool_parser or parser_for(chat_template or "")
         reasoning_parser = policy.generation.reasoning_parser
         options: dict[str, Any] = {
@@ -106,7 +106,7 @@ class PolicyServing:
             "tool_parser": tool_parser,
             "default_chat_template_kwargs": policy.tokenizer.chat_template_kwargs or {},
         }
-        client: Any = _EpisodeEngine(VllmConfig(model_config=model_config))
+        client: Any = _EpisodeEngine(VllmConfig(model_config=model_config, device_config=DeviceConfig("cpu")))
         self.models = OpenAIServingModels(client, [BaseModelPath(name=NAME, model_path=model_config.model)])
         parts = client, self.models
         renderer = _ExactRenderer(observations, model_config, client.renderer, reasoning_parser=reasoning_parser, **options)

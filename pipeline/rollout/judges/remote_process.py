@@ -8,6 +8,7 @@ the connection.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -20,6 +21,8 @@ from pipeline.rollout.judges.group import CLOSE_S
 from pipeline.rollout.judges.parent_process import READ_S, ParentProcess
 from pipeline.rollout.judges.sealed_stream import SealedStream
 from pipeline.store import auth
+
+logger = logging.getLogger(__name__)
 
 MOST_UNKNOWN = 64
 """Maximum number of connections that have not proven yet that they know the secret. Others are closed, and try again."""
@@ -92,6 +95,7 @@ class ProcessServer:
 def _pass_on(stream: SealedStream) -> None:
     """Start a process, which ends with this thread, and pass messages between it and the stream until one of them ends."""
     process = ParentProcess.spawn()
+    logger.info("process %d runs the environments of an engine", process.pid)
     connection = process.connection
     assert isinstance(connection, socket.socket)
     threading.Thread(target=_pass_commands, args=[stream, connection], name="commands", daemon=True).start()

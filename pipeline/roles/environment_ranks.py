@@ -61,7 +61,7 @@ def judge_pool(
 def serving_ranks(ranks: tuple[int, ...], engine: int, engines: int) -> tuple[int, ...]:
     """Return the environment ranks that serve an engine: at least one, and of more ranks than engines an equal share.
 
-    Worked example, ranks 8 to 12: engine 0 of 2 has 8, 10 and 12, engine 1 has 9 and 11. With 7 engines, engine 6 has 9.
+    Worked example, ranks 8 to 12: engine 0 of 2 has 8, 10 and 12, engine 1 has 9 and 11. With 7 engines, engine 6 has rank 9.
     """
     return ranks[engine::engines] or (ranks[engine % len(ranks)],)
 
