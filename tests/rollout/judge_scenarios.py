@@ -30,6 +30,7 @@ from pipeline.rollout.judges.environment_steps import CallFailure, EnvironmentSe
 from pipeline.rollout.judges.group import LOST_WITH_JUDGE
 from pipeline.rollout.judges.parent_process import ParentProcess, fork_early
 from pipeline.rollout.judges.pool import LOST_WITH_PROCESS, JudgePool
+from pipeline.rollout.judges.pools import JudgePools
 from pipeline.sandbox import processes
 from pipeline.types import Prompt, Rollout
 from tests.generate.tiny import Checkpoint
@@ -207,7 +208,7 @@ def said(episode: str, prompt: Prompt | None, last: bool = True) -> StepRequest:
     return StepRequest(episode, "a prompt", "told", prompt, np.asarray([5], np.int32), last, 10)
 
 
-def answers(judges: JudgePool, *turns: StepRequest) -> dict[str, Any]:
+def answers(judges: JudgePool | JudgePools, *turns: StepRequest) -> dict[str, Any]:
     """Return the answers to turns that are submitted at once, within two minutes: a replacement process must load."""
     for turn in turns:
         judges.submit(turn)

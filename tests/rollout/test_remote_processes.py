@@ -112,7 +112,9 @@ def test_altered_bytes_end_the_process(pool, caplog):
     before = {*processes.children(os.getpid())}
     judges = pool("Sums")
     own = started_by(before)
-    scenarios.process_of(judges)._stream._connection.sendall(b"\0" * 64)
+    process = scenarios.process_of(judges)
+    assert isinstance(process, RemoteProcess)
+    process._stream._connection.sendall(b"\0" * 64)
     assert gone(own)
     assert scenarios.answers(judges, scenarios.said("0", prompts(1)[0]))["0"].reward == 1.0  # of its successor
 
