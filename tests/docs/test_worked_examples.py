@@ -155,6 +155,7 @@ def test_the_environment_judges(example):
     assert judged.stdout.strip() == "[1.0, 0.8, 0.0, 0.0]", judged.stderr
 
 
+@pytest.mark.full  # by default: tests/end_to_end/test_user_rollout.py
 def test_the_rollout_plays(example):
     """The second turns follow the example's words, which the loss leaves out."""
     folder = example(ENVIRONMENTS)

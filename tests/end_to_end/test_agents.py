@@ -64,7 +64,9 @@ def in_process(tmp_path_factory) -> Run:
     "kind, keys",
     [
         ("kind: python_agent, kwargs: {function: tests.end_to_end.agents.talk}", APART),
-        ("kind: agent, kwargs: {command: [python, -m, tests.end_to_end.agents]}", ()),
+        pytest.param(
+            "kind: agent, kwargs: {command: [python, -m, tests.end_to_end.agents]}", (), marks=pytest.mark.full
+        ),  # by default without a run: tests/rollout/test_agents_of_engines.py
         pytest.param(
             "kind: verifiers, kwargs: {taskset: hetstep_talk}",
             (VERIFIERS, f"module_folders=[{TASKSETS}]"),

