@@ -52,9 +52,10 @@ def judge_pool(
     engine = world.workers.engines.index(world.workers.engine(world.rank))
     pools = []
     for rank in serving_ranks(world.workers.environment, engine, len(world.workers.engines)):
-        host, port = msgspec.json.decode(world.store.get(_name(rank)), type=tuple[str, int])
-        connect = functools.partial(RemoteProcess.start, (host, port), world.store.code(LABEL, b""), timeout_s)
-        pools.append(JudgePool(settings, wakeup, connect))
+        with world.phase(f"reach {world.describe(rank)}"):
+            host, port = msgspec.json.decode(world.store.get(_name(rank)), type=tuple[str, int])
+            connect = functools.partial(RemoteProcess.start, (host, port), world.store.code(LABEL, b""), timeout_s)
+            pools.append(JudgePool(settings, wakeup, connect))
     return JudgePools(pools)
 
 
