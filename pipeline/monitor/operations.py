@@ -19,6 +19,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.algorithms.algorithm import Needs
@@ -101,6 +103,7 @@ class StepOperations:
 
     def train(self, samples: Sequence[Sample], models: Sequence[str]) -> ModelWork:
         """Return the operations of the train ranks in a step on these samples. models: the models that are updated."""
+        samples = [each for sample in samples for each in (sample, *sample.branches)]
         lengths, needs, policy = [len(sample.tokens) for sample in samples], self._needs, self._models["policy"]
         total = policy.forward(lengths) * (self._old_share + needs.reference + 2 * needs.mismatched + needs.own_top_k)
         critic = self._models.get("value")
@@ -116,18 +119,28 @@ class StepOperations:
         return total
 
     def generate(self, groups: Sequence[RolloutGroup]) -> float:
-        """Return the operations of the engines that drew these rollouts: prompts once with a prefix cache, then each token."""
-        shape = self._models["policy"].shape
+        """Return the operations of the engines that drew these rollouts: prompts once with a prefix cache, then each token.
+
+        Of the context of an episode's other conversation, a prefix cache holds what begins as the first conversation does.
+        """
         total = 0.0
         for group in groups:
-            prompt = len(group.prompt.tokens)
-            reads = 1 if self._cached else len(group.rollouts)
-            total += reads * flops.forward(shape, prompt, prompt**2 / 2)
+            cached = group.prompt.tokens[:0]
             for rollout in group.rollouts:
-                drawn = len(rollout.tokens)
-                pairs = ((prompt + drawn) ** 2 - prompt**2) / 2
-                total += flops.forward(shape, drawn, 0) + flops.decode_attention(shape, pairs)
+                for conversation in rollout.conversations(group.prompt):
+                    context, turns = conversation.context, conversation.turns
+                    drawn = sum(len(turn.completion.tokens) + len(turn.observation) for turn in turns)
+                    total += self._read(len(context), _equal_tokens(context, cached)) + self._draw(len(context), drawn)
+                    if self._cached and conversation.turns is rollout.turns:
+                        cached = np.concatenate([context, rollout.tokens])
         return total
+
+    def _read(self, tokens: int, cached: int) -> float:
+        return flops.forward(self._models["policy"].shape, tokens - cached, (tokens**2 - cached**2) / 2)
+
+    def _draw(self, context: int, drawn: int) -> float:
+        shape, pairs = self._models["policy"].shape, ((context + drawn) ** 2 - context**2) / 2
+        return flops.forward(shape, drawn, 0) + flops.decode_attention(shape, pairs)
 
     def metrics(self, component: str, work: ModelWork, seconds: float, ranks: int) -> dict[str, float]:
         """Return `resources/COMPONENT_...`: TFLOP/s of a rank and, on GPUs, MFU and, for training, HFU."""
@@ -140,6 +153,12 @@ class StepOperations:
             if component == "train":
                 rates[f"{prefix}_hfu"] = work.hardware / (seconds * ranks * peak)
         return rates
+
+
+def _equal_tokens(first: np.ndarray, second: np.ndarray) -> int:
+    """Return the number of equal tokens at the beginning of two sequences."""
+    length = min(len(first), len(second))
+    return int(np.argmin(np.append(first[:length] == second[:length], False)))
 
 
 def _peak(recipe: Recipe, name: str, component: ComponentConfig) -> float | None:

@@ -11,7 +11,7 @@ from pipeline import config
 from pipeline.models import flops
 from pipeline.models.shape import ModelShape
 from pipeline.monitor.operations import ModelWork, StepOperations
-from pipeline.types import Sample
+from pipeline.types import Branch, Sample
 from tests.launch.made_runs import group
 
 CONFIG = json.loads(Path("recipes/tiny/config.json").read_text())
@@ -65,6 +65,21 @@ def test_engines_read_prompts_and_draw_tokens():
     expected += sum(flops.forward(SHAPE, n, 0) + flops.attention(SHAPE, ((1 + n) ** 2 - 1) / 2) for n in (2, 3))
     operations = StepOperations.of(recipe())
     assert operations and operations.generate([rollouts]) == pytest.approx(expected)
+
+
+def test_an_episode_s_other_conversations_count():
+    """With a prefix cache, an engine reads of the second context what comes after the first conversation's three tokens."""
+    (one,) = group(0, 1, [[1, 2, 3]], [0.0]).rollouts
+    told = np.asarray([*one.conversations(group(0, 1, [[1]], [0.0]).prompt)[0].context, 1, 2, 7, 7], np.int32)
+    branched = dataclasses.replace(
+        group(0, 1, [[1, 2, 3]], [0.0]), rollouts=(dataclasses.replace(one, branches=(Branch(told, one.turns),)),)
+    )
+    cached = StepOperations(recipe("policy.generation.backend=vllm"), {"policy": SHAPE})
+    drawn = [flops.forward(SHAPE, 3, 0) + flops.attention(SHAPE, ((n + 3) ** 2 - n**2) / 2) for n in (1, 5)]
+    read = flops.forward(SHAPE, 1, 1 / 2) + flops.forward(SHAPE, 2, (5**2 - 3**2) / 2)
+    assert cached.generate([branched]) == pytest.approx(read + sum(drawn))
+    both = dataclasses.replace(sample(10), branches=(sample(20),))
+    assert cached.train([both], ["policy"]) == cached.train([sample(10), sample(20)], ["policy"])
 
 
 def test_utilisation_is_of_the_precision_s_peak_and_only_on_gpus():
