@@ -379,5 +379,17 @@ def _proportional_kib(pid: int) -> int:
     return int(line.split()[1])
 
 
-SCENARIOS = (forks, bounded, cuts, misbehave, contained)
-LONG = (many,)
+def without_gpus(folder: Path) -> None:
+    """A build of vLLM for GPUs has no platform on an environment rank, whose node has none; its handlers work all the same."""
+    import vllm.platforms
+    from vllm.platforms.interface import UnspecifiedPlatform
+
+    from pipeline.rollout.agents.policy_serving import PolicyServing
+
+    vllm.platforms._current_platform = UnspecifiedPlatform()
+    assert vllm.platforms.current_platform.device_type == ""
+    assert PolicyServing(policy_of(folder), None, None).models.base_model_paths
+
+
+SCENARIOS = (forks, bounded, misbehave, contained)
+LONG = (cuts, many, without_gpus)

@@ -20,6 +20,6 @@ def test_a_scenario(play_in, letters, scenario):
 @pytest.mark.full
 @pytest.mark.parametrize("scenario", scenarios.LONG, ids=lambda scenario: scenario.__name__)
 def test_a_long_scenario(play_in, letters, scenario):
-    """Run a scenario that needs gigabytes and minutes."""
+    """Run a scenario that needs gigabytes or minutes, or is covered in part by the others."""
     status, printed = play_in(scenario, letters, timeout_s=580)
     assert status == 0, printed[-4000:]
