@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ from pipeline.config import RECIPES, EnvironmentConfig, PolicyConfig
 from pipeline.data.batches import split_batch
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.rendering import ChatTemplate
+from pipeline.environments.episode_folder import PREFIX
 from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.judges.environment_steps import EnvironmentSettings
 from pipeline.rollout.judges.parent_process import fork_early
@@ -280,6 +282,7 @@ def contained(folder: Path) -> None:
     files.mkdir()
     (files / "agent.py").write_text(CONTAINED)
     command = ["python3", "/agent.py"]
+    left = tempfile.mkdtemp(prefix=PREFIX)  # of a run that was killed
     bench = AgentBench(
         folder, "agent", command=command, files=str(files), sandbox={"image": f"{folder}/{{place}}"}, limit_s=200.0
     )
@@ -288,7 +291,7 @@ def contained(folder: Path) -> None:
         played = bench.play(samples=3)
     assert len(played) == 6 and all(rollout.reward == 1 and not rollout.broke for _, rollout in played), played
     assert all(len(rollout.turns) == 2 for _, rollout in played)
-    assert not (image / "mine").exists()
+    assert not (image / "mine").exists() and not os.path.exists(left)
     bench.pool.close()
 
 

@@ -201,7 +201,7 @@ def test_a_process_that_is_killed_while_it_unpacks(
 
 def path_of(folder: Path, *names: str) -> str:
     """Return a PATH with the named programs and a few that each system has."""
-    for name in (*names, "cp", "rm", "find", "chmod", "chown"):
+    for name in (*names, "cp", "du", "rm", "find", "chmod", "chown"):
         (folder / name).symlink_to(shutil.which(name) or pytest.skip(f"{name} is not installed"))
     return str(folder)
 
