@@ -321,6 +321,18 @@ print(1.0)
 """
 
 
+def published(folder: Path, python: str) -> None:
+    """An agent of the package mini-swe-agent plays whole episodes of several turns, as it is."""
+    command = [python, str(Path(__file__).with_name("mini_swe_agent.py"))]
+    variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_COST_TRACKING": "ignore_errors", "PYTHONPATH": ""}
+    bench = AgentBench(folder, "agent", command=command, variables=variables, limit_s=200.0)
+    for _, rollout in bench.play():
+        assert rollout.reward == 1 and not rollout.broke and not rollout.failure, rollout
+        assert rollout.metrics["calls"] == len(rollout.turns) == 3, rollout
+        assert rollout.metrics["unmatched_answers"] == 0 and rollout.metrics["conversations"] == 1, rollout
+    bench.pool.close()
+
+
 def beside_vllm(folder: Path, template: Path, url: str) -> None:
     """Answers of an endpoint are those of vLLM's server at `url`. See endpoint_clients.py."""
     policy = policy_of(folder, "vllm", 2048, template.read_text())
