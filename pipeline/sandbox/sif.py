@@ -58,7 +58,8 @@ def root_partition(file: IO[bytes]) -> RootPartition:
             offset = start if role == PRIMARY else offset
         if kind == IS_JSON and name.rstrip(b"\0") == OCI_CONFIG and size <= MOST_BYTES:
             file.seek(start)
-            workdir = json.loads(_read(file, size)).get("WorkingDir") or ""
+            config = json.loads(_read(file, size))
+            workdir = (config.get("WorkingDir") or "") if isinstance(config, dict) else ""
     if offset is None:
         form = "an OCI-SIF file" if any(part[0] == IS_OCI_INDEX for part in parts) else "a SIF file without a root file system"
         raise ValueError(f"{form}; expected one with a squashfs partition. {BUILD}")
