@@ -175,17 +175,17 @@ def test_a_server_that_dies_in_a_request(tmp_path, route, how):
     """The episode is left out: no answer is wrong for it."""
 
     @web.middleware
-    async def dies(http: web.Request, handler: Any) -> web.StreamResponse:
-        if http.path != f"/{route}":
-            return await handler(http)
+    async def dies(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path != f"/{route}":
+            return await handler(request)
         if how == "behind a proxy":
             return web.Response(status=502)
         reply = web.StreamResponse(headers={"Content-Length": "100"})
         if how == "within a reply":
-            await reply.prepare(http)
+            await reply.prepare(request)
             await reply.write(b"{")
-        assert http.transport is not None
-        http.transport.abort()
+        assert request.transport is not None
+        request.transport.abort()
         return reply
 
     application = counter()
