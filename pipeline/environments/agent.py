@@ -20,7 +20,7 @@ import asyncio
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 NOTE_BYTES = 2000
 SECRETS = ("answer", "record")
 """Entries of a task that an agent does not get: what its answer is judged by."""
+OF_EPISODES = {"wall_s": "episode_s", "session_s": "episode_s", "output_bytes": "output_bytes"}
+"""Limits of a shell's calls -> the keys that take their place for an agent."""
 
 
 @dataclass
@@ -66,8 +68,8 @@ class AgentArguments:
     """Variables of the agent's environment."""
     sandbox: ShellArguments | None = None
     """{image, limits}: run the commands in a container of an image for each episode, in which the policy is all that they
-    reach. The image's path may have columns of the record in it, such as /images/{name}.sqsh. null: in a folder of this
-    machine, with your rights."""
+    reach. The image's path may have columns of the record in it, such as /images/{name}.sqsh. The limits of time and output are
+    episode_s and output_bytes. null: in a folder of this machine, with your rights."""
     episode_s: Annotated[Float, Field(gt=0)] = 600.0
     """Maximum seconds of an episode."""
     output_bytes: Positive = 1 << 20
@@ -88,6 +90,10 @@ class Agent(AgentEnvironment):
             yield Problem(f"{key}.command", "wrong-type", message)
         if arguments.sandbox:
             yield from ShellTool.check(f"{key}.sandbox", arguments.sandbox)
+            for name, instead in OF_EPISODES.items():
+                if getattr(arguments.sandbox, name) != getattr(ShellArguments, name):
+                    message = f"got a value; an agent's limit is {key}.{instead}. Try {key}.{instead}=VALUE"
+                    yield Problem(f"{key}.sandbox.{name}", "has-no-effect", message)
         needs = {"command": "score", "judge": "judge"}
         for source, name in needs.items():
             has = bool(getattr(arguments, name))
@@ -98,9 +104,17 @@ class Agent(AgentEnvironment):
                 yield Problem(f"{key}.{name}", "missing-value", f"expected a value with {key}.reward={source}")
 
     def __init__(self, arguments: AgentArguments, context: EnvironmentContext) -> None:
-        """Find the command's files. Raises ValueError for a program or a folder that does not exist."""
+        """Find the command's files, or open a container once, if no column names its image.
+
+        Raises ValueError for a program or a folder that does not exist, ImageError, and SandboxError with remedies.
+        """
         self._arguments = arguments
-        self._sandbox = arguments.sandbox.make_sandbox() if arguments.sandbox else None
+        self._sandbox = None
+        if arguments.sandbox:
+            limits = {"wall_s": arguments.episode_s, "output_bytes": arguments.output_bytes}
+            self._sandbox = replace(arguments.sandbox, **limits).make_sandbox()
+            if "{" not in arguments.sandbox.image:
+                self._sandbox.open(arguments.sandbox.image).close()
         self._command, self._score = arguments.command, arguments.score
         if not self._sandbox:
             self._command = find_program(arguments.command)

@@ -19,6 +19,7 @@ from typing import IO, Any, Protocol, Self
 from typing_extensions import override
 
 from pipeline.environments.environment import AgentAccess
+from pipeline.environments.episode_folder import EpisodeFolder
 from pipeline.sandbox import linux, processes
 from pipeline.sandbox.container import Container, ContainerEndpoint
 from pipeline.sandbox.sandbox import Sandbox
@@ -75,7 +76,8 @@ class HostFolder(AgentPlace):
     @override
     async def __aenter__(self) -> Self:
         HostFolder.playing += 1
-        self._folder = Path(tempfile.mkdtemp(prefix=folder_prefix("agent")))
+        self._made = EpisodeFolder()
+        self._folder = Path(self._made.path)
         if self._files:
             shutil.copytree(self._files, self._folder, dirs_exist_ok=True)
         return self
@@ -85,7 +87,7 @@ class HostFolder(AgentPlace):
         HostFolder.playing -= 1
         if not HostFolder.playing:
             _end_descendants()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._made.remove()
 
     @override
     async def read(self, name: str) -> str:
@@ -221,11 +223,6 @@ def _own_folders() -> list[str]:
     of_python = {os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix)}
     folders = [os.path.realpath(folder) for folder in sys.path if folder and os.path.isdir(folder)]
     return [folder for folder in folders if not any(folder.startswith(f"{place}/lib") for place in of_python)]
-
-
-def folder_prefix(kind: str) -> str:
-    """Return the beginning of the name of a temporary folder of this judge, by which its parent removes it after a kill."""
-    return f"hetstep-{kind}-{os.getpid()}-"
 
 
 def _path() -> str:

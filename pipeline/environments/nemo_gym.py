@@ -37,6 +37,10 @@ Item = dict[str, Any]
 """An item of the Responses API: a message, a call, a call's output, reasoning."""
 UNKNOWN_TOOL = '{"detail":"Not Found"}'
 """Reply of a resource server to a call of a tool that it lacks. Routes such as /verify are no tools."""
+UNREACHED = (502, 503, 504)
+"""Statuses of a proxy whose server is down."""
+NO_IDLE = httpx.Limits(max_keepalive_connections=0)
+"""A server may close a connection that waits for the policy's answer just as the next request begins, as if it had died."""
 
 
 def tasks(split: str, seed: int, path: str, size: int | None = None, first: int = 0) -> list[dict[str, Any]]:
@@ -103,12 +107,12 @@ class NemoGym(AgentEnvironment):
 
     @override
     async def play(self, prompt: Prompt, access: AgentAccess, seed: int) -> Outcome:
-        """Play a task. Raises Unjudged if the server is down, and RuntimeError for a reply that it should not give."""
+        """Play a task. Raises Unjudged if the server is down or dies, and RuntimeError for a reply that it should not give."""
         row = prompt.task["record"].get("row")
         if row is None:
             raise ValueError("the record has no `row`; expected data.train.dataset_name=pipeline.environments.nemo_gym.tasks")
         async with (
-            httpx.AsyncClient(timeout=self._timeout_s) as server,
+            httpx.AsyncClient(timeout=self._timeout_s, limits=NO_IDLE) as server,
             httpx.AsyncClient(timeout=None, trust_env=False, headers={"Authorization": f"Bearer {access.key}"}) as policy,
         ):
             episode = _Episode(row, self._url, server, f"{access.url}/v1/responses", policy)
@@ -182,10 +186,14 @@ class _Episode:
         return reply.json()
 
     async def _send(self, route: str, body: Any) -> httpx.Response:
+        url = f"{self._url}/{route}"
         try:
-            return await self._server.post(f"{self._url}/{route}", json=body)
-        except httpx.ConnectError as error:
-            raise Unjudged(f"{self._url}: {error}") from error
+            reply = await self._server.post(url, json=body)
+        except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout) as error:
+            raise Unjudged(f"{url}: the server is down: {error or type(error).__name__}") from error
+        if reply.status_code in UNREACHED:
+            raise Unjudged(f"{url}: the server is down: status {reply.status_code}")
+        return reply
 
     def _metrics(self, reply: dict[str, Any]) -> dict[str, float]:
         """Return the numbers of a reply that are not the row's, and its rewards."""

@@ -24,7 +24,7 @@ class ShellArguments(SandboxArguments):
     """The kwargs of the tool `shell`."""
 
     image: Folder = MISSING
-    """Image of the container, as an absolute path: a squashfs file, a folder with a root file system, or an OCI layout."""
+    """Image of the container, as an absolute path: a squashfs or SIF file, a root file system's folder, or an OCI layout."""
     wall_s: Annotated[Float, Field(gt=0)] = 60.0
     """Maximum wall time, in seconds, of a command."""
     cpu_s: Annotated[Float, Field(gt=0)] = 600.0

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Self
 
-from pipeline.sandbox import image_cache
+from pipeline.sandbox import container_root, image_cache
 from pipeline.sandbox.bubblewrap import Isolation, container_isolation
 from pipeline.sandbox.guard_client import CHUNK, GUARD_TIMEOUT_S, ROOT, InteractiveProgram, run
 from pipeline.sandbox.image import ImageError, read_image
@@ -42,6 +42,10 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "TERM": "dumb",
 }
+SCRIPTS = f'for script in {container_root.SCRIPTS}/*.sh; do . "$script" >&2; done; exec env -0'
+OF_SHELL = ("PWD", "OLDPWD", "SHLVL", "PS1", "_")
+_of_scripts: dict[tuple[str, str], dict[str, str]] = {}
+"""Key and path of an image -> the variables that its scripts set."""
 MOST_BYTES, MOST_FILES = 1 << 30, 100_000
 
 
@@ -66,7 +70,7 @@ class Container:
         self._node, self.limits, self._server = node, limits, _server()
         asked = {
             "role": "root",
-            "image": asdict(read_image(image)),
+            "image": asdict(read := read_image(image)),
             "cache": (cache := image_cache.cache_folder()),
             "scratch_bytes": limits.scratch_bytes,
             "scratch_files": limits.scratch_files,
@@ -87,6 +91,11 @@ class Container:
         if endpoint is not None:
             self._server.fork({"role": "forwarder", "socket": endpoint.socket}, listeners[0], keeper)
             os.close(listeners[0])
+        if answer["has_scripts"]:
+            key = read.key, image
+            if key not in _of_scripts:
+                _of_scripts[key] = self._run_scripts(image)
+            self.environment.update(_of_scripts[key])
 
     def _receive_start(self) -> tuple[dict[str, Any], list[int]]:
         line, descriptors = b"", []
@@ -110,6 +119,15 @@ class Container:
                 SandboxError(f"sandbox: a container was not ready: {error}") if isinstance(error, OSError) else error
             ) from None
         return answer, descriptors
+
+    def _run_scripts(self, image: str) -> dict[str, str]:
+        """Return the variables that Apptainer's scripts in the image set. Raises ImageError if they fail."""
+        ran = self.run(["sh", "-c", SCRIPTS], cwd="/")
+        if ran.status:
+            last_line = (ran.stderr.decode(errors="replace").splitlines() or [ran.ended_by])[-1]
+            raise ImageError(f"image: got {image}, whose scripts in {container_root.SCRIPTS} fail: {last_line}")
+        pairs = dict(line.split("=", 1) for line in ran.stdout.decode(errors="replace").split("\0") if "=" in line)
+        return {name: value for name, value in pairs.items() if name not in OF_SHELL}
 
     def run(
         self,

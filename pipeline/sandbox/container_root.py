@@ -36,6 +36,7 @@ LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/sel
 FOLDERS = {"tmp": 0o1777, "root": 0o700, "etc": 0o755, "dev": 0o755, "proc": 0o555}
 MOUNT_POINTS = ("dev", "proc")
 ENROOT_WORKDIR = re.compile(r'^\s*cd "(/[^"]*)" && unset OLDPWD', re.MULTILINE)
+SCRIPTS = "/.singularity.d/env"  # of images that Apptainer makes: they set the image's variables
 HOSTS = "127.0.0.1\tlocalhost\n::1\tlocalhost\n"
 TCP_BUFFERS = "4096 65536 131072"  # bytes of a socket: least, at first, most; the kernel's own most is 6 MB
 FUSE_OVERLAY = "fuse-overlayfs"
@@ -52,8 +53,8 @@ def keep(asked: dict[str, Any], control: socket.socket) -> None:
     """Build a container's root, answer on `control`, and serve files until it is closed.
 
     asked: `image`, the fields of an Image; `cache`, the folder of image_cache.py; `scratch_bytes`, `scratch_files`; `port` of
-    the endpoint, or None. The answer is a line of JSON, with `environment` and `workdir`, or `error`. With it come descriptors
-    of this process and, with a port, of a socket that listens there.
+    the endpoint, or None. The answer is a line of JSON, with `environment`, `workdir` and `has_scripts`, or `error`. With it
+    come descriptors of this process and, with a port, of a socket that listens there.
     """
     try:
         fields = dict(asked["image"])
@@ -64,7 +65,7 @@ def keep(asked: dict[str, Any], control: socket.socket) -> None:
         workdir = image.workdir or _enroot_workdir()
         with contextlib.suppress(OSError):  # programs that start there then say why
             os.makedirs(workdir, exist_ok=True)
-        answer = {"environment": environment, "workdir": workdir}
+        answer = {"environment": environment, "workdir": workdir, "has_scripts": os.path.isdir(SCRIPTS)}
         descriptors = [os.pidfd_open(os.getpid()), *(listener.fileno() for listener in listeners)]
     except Exception as error:
         kind = "image" if isinstance(error, ImageError) else "sandbox"

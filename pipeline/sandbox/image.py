@@ -1,6 +1,6 @@
-"""Recognize the image of a container: a squashfs file, a folder with a root file system, or an OCI image layout.
+"""Recognize the image of a container: a squashfs or SIF file, a folder with a root file system, or an OCI image layout.
 
-    squashfs    a file, as `enroot import docker://IMAGE` writes
+    squashfs    a file, as `enroot import docker://IMAGE` writes, or part of a SIF file, of `apptainer build`
     folder      a root file system, as `debootstrap` or `enroot create` makes
     oci         a folder, as `skopeo copy docker://IMAGE oci:FOLDER:TAG` writes; FOLDER:TAG names one of several images
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pipeline.sandbox import sif
 from pipeline.sandbox.limits import SandboxError
 
 SQUASHFS = b"hsqs"  # first bytes of a little-endian squashfs of version 4
@@ -23,8 +24,8 @@ LAYOUT, INDEX = "oci-layout", "index.json"  # image-spec/image-layout.md
 REF = "org.opencontainers.image.ref.name"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 ADVICE = (
-    "Try a squashfs file (enroot import docker://IMAGE), a folder with a root file system, or an OCI layout"
-    " (skopeo copy docker://IMAGE oci:FOLDER)"
+    "Try a squashfs file (enroot import docker://IMAGE), a SIF file (apptainer build FILE.sif docker://IMAGE), a folder with a"
+    " root file system, or an OCI layout (skopeo copy docker://IMAGE oci:FOLDER)"
 )
 
 
@@ -47,9 +48,10 @@ class Image:
     form: Literal["squashfs", "folder", "oci"]
     path: str  # absolute
     key: str = ""  # of a file or folder in its present state
+    offset: int = 0  # bytes before the squashfs in its file
     layers: list[ImageLayer] = field(default_factory=list)  # of an OCI image, the lowest first
     environment: dict[str, str] = field(default_factory=dict)  # of an OCI image
-    workdir: str = ""  # of an OCI image
+    workdir: str = ""  # of an OCI image, or of one that became a SIF file
 
 
 def read_image(path: str) -> Image:
@@ -59,10 +61,7 @@ def read_image(path: str) -> Image:
     folder, _, tag = path.rpartition(":") if not os.path.exists(path) and ":" in path else (path, "", "")
     try:
         if os.path.isfile(folder):
-            with open(folder, "rb") as file:
-                if file.read(len(SQUASHFS)) == SQUASHFS:
-                    return Image("squashfs", folder, _state_key(folder))
-            raise ImageError(f"image: got {path}, a file that is no squashfs. {ADVICE}")
+            return _read_file(folder)
         if os.path.isfile(f"{folder}/{LAYOUT}"):
             return _read_layout(folder, tag)
         if any(os.path.isdir(f"{folder}/{name}") for name in ("bin", "usr/bin")):
@@ -71,6 +70,20 @@ def read_image(path: str) -> Image:
         raise ImageError(f"image: got {path}, which cannot be read: {error}") from None
     found = "a folder without bin, usr/bin or oci-layout" if os.path.isdir(folder) else "which does not exist"
     raise ImageError(f"image: got {path}, {found}. {ADVICE}")
+
+
+def _read_file(path: str) -> Image:
+    with open(path, "rb") as file:
+        start = file.read(64)
+        if start.startswith(SQUASHFS):
+            return Image("squashfs", path, _state_key(path))
+        if not sif.is_sif(start):
+            raise ImageError(f"image: got {path}, a file that is no squashfs or SIF. {ADVICE}")
+        try:
+            offset, workdir = sif.root_partition(file)
+        except ValueError as error:
+            raise ImageError(f"image: got {path}, {error}") from None
+    return Image("squashfs", path, _state_key(path), offset, workdir=workdir)
 
 
 def _state_key(path: str) -> str:
@@ -105,7 +118,7 @@ def _read_layout(folder: str, tag: str) -> Image:
             below = layers[-1].key if layers else ""
             layers.append(ImageLayer(_blob(folder, entry["digest"]), key_of(f"{below} {entry['digest']}")))
         variables = dict(line.split("=", 1) for line in config.get("Env") or [] if "=" in line)
-        return Image("oci", folder, "", layers, variables, config.get("WorkingDir") or "")
+        return Image("oci", folder, "", 0, layers, variables, config.get("WorkingDir") or "")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ImageError(f"image: got {folder}, whose OCI layout is damaged: {error!r}") from None
 

@@ -3,13 +3,13 @@
     CACHE               $HETSTEP_IMAGE_CACHE, or hetstep-images-USER in the folder of temporary files
       trees/KEY         a folder image of another owner, an unpacked squashfs, or a layer; complete, since it is renamed there
       new/KEY           a tree while it is made
-      locks/KEY         held by who makes a tree; the kernel unlocks it if that process is killed
+      locks/KEY         held by who makes a tree; the kernel unlocks it if that process is killed; image_eviction.py has others
       container         an empty folder on which containers mount their root, each in its own mount namespace
       squashfs          likewise for the process that serves a squashfs file
 
 What only the first use of an image needs is imported then, since the container server's forks would copy it.
 
-Nothing removes trees: the folder of temporary files of a job goes with it. Files of a tree belong to the sandbox's user.
+Files of a tree belong to the sandbox's user.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 
-from pipeline.sandbox import linux, squashfs_mount
+from pipeline.sandbox import image_eviction, linux, squashfs_mount
 from pipeline.sandbox.file_system import USER
 from pipeline.sandbox.image import Image, ImageError
 from pipeline.sandbox.limits import SandboxError
@@ -70,10 +70,12 @@ def lower_folders(image: Image, cache: str) -> list[str]:
         if all(os.stat(folder).st_uid == owner for folder in folders):
             return [image.path]
         return [_tree(cache, image.key, functools.partial(_make, image.path, COPY))]
-    if os.path.isdir(tree := f"{cache}/trees/{image.key}"):
-        return [tree]
+    offset = ("-offset", str(image.offset)) if image.offset else ()
+    unpack = functools.partial(_make, image.path, (UNSQUASHFS[0], *offset, *UNSQUASHFS[1:]))
+    if os.path.isdir(f"{cache}/trees/{image.key}"):
+        return [_tree(cache, image.key, unpack)]
     try:
-        squashfs_mount.join(image.path, f"{cache}/locks/{image.key}-{linux.place()}", f"{cache}/{SQUASHFS}")
+        squashfs_mount.join(image.path, image.offset, f"{cache}/locks/{image.key}-{linux.place()}", f"{cache}/{SQUASHFS}")
         return [f"{cache}/{SQUASHFS}"]
     except SandboxError as error:
         if linux.program(UNSQUASHFS[0]) is None:
@@ -81,28 +83,30 @@ def lower_folders(image: Image, cache: str) -> list[str]:
                 f"sandbox: {image.path} cannot be mounted ({error}), and there is no unsquashfs. Try to install squashfuse, or"
                 " squashfs-tools, which unpack it once on each node"
             ) from None
-        return [_tree(cache, image.key, functools.partial(_make, image.path, UNSQUASHFS))]
+        return [_tree(cache, image.key, unpack)]
 
 
 def _tree(cache: str, key: str, make: Callable[[str], None]) -> str:
     """Return the folder of a tree. Makes it if it is missing: one process does, others wait for it.
 
-    `make` and the processes that it starts hold the lock, so nobody removes what they still write.
+    It stays until this process ends. `make` and the processes that it starts hold the lock, so nobody removes what they write.
     """
     tree, new = f"{cache}/trees/{key}", f"{cache}/new/{key}"
+    users = image_eviction.use(cache, key)
     if os.path.isdir(tree):
         return tree
-    import subprocess
-
     with open(f"{cache}/locks/{key}", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.isdir(tree):
             return tree
         os.set_inheritable(lock.fileno(), True)
-        subprocess.run(["rm", "-rf", new], check=True)  # of a process that was killed
         try:
+            image_eviction.remove(new)  # of a process that was killed
+            image_eviction.make_room(cache)
             make(new)
+            image_eviction.record_size(users, new)
             os.rename(new, tree)
+            image_eviction.make_room(cache)
         except OSError as error:
             raise SandboxError(f"sandbox: an image cannot be unpacked to {new}: {error}. Try {VARIABLE}") from None
     return tree

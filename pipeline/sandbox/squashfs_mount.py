@@ -29,31 +29,33 @@ MOUNT_S = 20.0
 POLL_S = 0.01
 
 
-def join(image: str, lock: str, folder: str) -> None:
+def join(image: str, offset: int, lock: str, folder: str) -> None:
     """Enter a mount namespace in which `folder` is the mounted file.
 
-    lock: a path in the node's cache, of this file and of this process's namespaces.
-    The namespace stays while this process lives. Raises SandboxError if squashfuse does not work here.
+    offset: bytes of the file before its squashfs. lock: a path in the node's cache, of this file and of this process's
+    namespaces. The namespace stays while this process lives. Raises SandboxError if squashfuse does not work here.
     """
     fcntl.flock(os.open(f"{lock}.users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_SH)  # open until the end
     with open(lock, "a") as starting:
         fcntl.flock(starting, fcntl.LOCK_EX)
         if (keeper := _running(lock)) is None:
-            keeper = _started(image, lock, folder)
+            keeper = _started(image, offset, lock, folder)
     linux.call("setns", keeper, linux.NEWNS if linux.is_root() else linux.NEWUSER | linux.NEWNS)
     os.close(keeper)
 
 
-def _started(image: str, lock: str, folder: str) -> int:
+def _started(image: str, offset: int, lock: str, folder: str) -> int:
     """Start a process that keeps the mount, and return a descriptor of it. Raises SandboxError."""
     programs = [program for program in map(linux.program, PROGRAMS) if program]
     if not programs:
         raise SandboxError("there is no squashfuse")
     if not os.access(DEVICE, os.R_OK | os.W_OK):
         raise SandboxError(f"this user may not use {DEVICE}")
+    owner = USER if linux.is_root() else 0
+    options = f"ro,allow_other,uid={owner},gid={owner}{f',offset={offset}' if offset else ''}"
     reasons: list[str] = []
     for program in programs:
-        reasons.append(f"{program}: {_start(program, image, lock, folder)}")
+        reasons.append(f"{program}: {_start([program, '-f', '-o', options, image, folder], lock)}")
         if (keeper := _running(lock)) is not None:
             return keeper
     raise SandboxError("; ".join(reasons))
@@ -73,7 +75,7 @@ def _running(lock: str) -> int | None:
     return None
 
 
-def _start(program: str, image: str, lock: str, folder: str) -> str:
+def _start(command: list[str], lock: str) -> str:
     """Start the process that keeps the mount, wait until the file is mounted, and return what it says."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
@@ -81,7 +83,7 @@ def _start(program: str, image: str, lock: str, folder: str) -> str:
             os.setsid()
             linux.prctl(linux.PR_SET_NAME, NAME)  # before the container server adopts it
             if os.fork() == 0:
-                _keep(program, image, lock, folder, writer)
+                _keep(command, lock, writer)
         finally:
             os._exit(1)
     os.waitpid(child, 0)
@@ -91,7 +93,7 @@ def _start(program: str, image: str, lock: str, folder: str) -> str:
     return answer or "it ended at once"
 
 
-def _keep(program: str, image: str, lock: str, folder: str, writer: int) -> None:
+def _keep(command: list[str], lock: str, writer: int) -> None:
     """Mount the file, and end when no container uses it. Never returns."""
     try:
         linux.close_all({writer})
@@ -100,14 +102,14 @@ def _keep(program: str, image: str, lock: str, folder: str, writer: int) -> None
         else:
             linux.enter_user_namespace(linux.NEWNS)
         linux.make_mounts_private()
-        owner = USER if linux.is_root() else 0
         errors, errors_writer = os.pipe()
+        folder = command[-1]
         before = os.stat(folder).st_dev
         if (child := os.fork()) == 0:
             os.close(writer)
             linux.die_with_parent()
             os.dup2(errors_writer, 2)
-            os.execv(program, [program, "-f", "-o", f"ro,allow_other,uid={owner},gid={owner}", image, folder])
+            os.execv(command[0], command)
         until = time.monotonic() + MOUNT_S
         while os.stat(folder).st_dev == before:
             if os.waitpid(child, os.WNOHANG)[0] or time.monotonic() > until:

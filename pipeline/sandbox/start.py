@@ -92,7 +92,8 @@ def start_isolated(
     block, go = os.pipe()
     report, report_writer = os.pipe()
     contents = {name: sealed_file(name, content) for name, content in files.items()}
-    inherited = [block, report_writer, filter_file := sealed_file("filter", rules), *contents.values()]
+    told = sealed_file("options", os.fsencode("\0".join(bubblewrap[1:])))  # each user could read variables in arguments
+    inherited = [block, report_writer, told, filter_file := sealed_file("filter", rules), *contents.values()]
     options = ["--perms", "0700", "--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH]  # first: others may lie below it
     keeper = None
     if container is not None:
@@ -103,7 +104,7 @@ def start_isolated(
         options += ["--userns", str(users), "--sync-fd", str(users)]  # the second closes it for the program
     else:
         options += ["--unshare-user"]
-    options += [*bubblewrap[1:], "--seccomp", str(filter_file)]
+    options += ["--args", str(told), "--seccomp", str(filter_file)]
     options += ["--block-fd", str(block), "--json-status-fd", str(report_writer)]
     for folder in sorted({str(parent) for name in files for parent in Path(name).parents} - {"."}):
         options += ["--dir", f"{SCRATCH}/{folder}"]

@@ -169,6 +169,31 @@ def test_a_server_of_steps(tmp_path):
         assert said == ["A number.", "Guess.", "Again."]
 
 
+@pytest.mark.parametrize("route", ["increment_counter", "verify"])
+@pytest.mark.parametrize("how", ["at once", "within a reply", "behind a proxy"])
+def test_a_server_that_dies_in_a_request(tmp_path, route, how):
+    """The episode is left out: no answer is wrong for it."""
+
+    @web.middleware
+    async def dies(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path != f"/{route}":
+            return await handler(request)
+        if how == "behind a proxy":
+            return web.Response(status=502)
+        reply = web.StreamResponse(headers={"Content-Length": "100"})
+        if how == "within a reply":
+            await reply.prepare(request)
+            await reply.write(b"{")
+        assert request.transport is not None
+        request.transport.abort()
+        return reply
+
+    application = counter()
+    application.middlewares.append(dies)
+    with serving(application) as url, pytest.raises(Unjudged, match=f"{url}/{route}: the server is down: .+"):
+        play(made("nemo_gym", url=url), prompt(tmp_path, ROW), [("increment_counter", {"count": 3}), "6"])
+
+
 def test_faults(tmp_path):
     with pytest.raises(Unjudged, match=r"127\.0\.0\.1:9"):
         play(made("nemo_gym", url="http://127.0.0.1:9"), prompt(tmp_path, ROW), [])

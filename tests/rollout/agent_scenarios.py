@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ from pipeline.config import RECIPES, EnvironmentConfig, PolicyConfig
 from pipeline.data.batches import split_batch
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.rendering import ChatTemplate
+from pipeline.environments.episode_folder import PREFIX
 from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.judges.environment_steps import EnvironmentSettings
 from pipeline.rollout.judges.parent_process import fork_early
@@ -280,6 +282,7 @@ def contained(folder: Path) -> None:
     files.mkdir()
     (files / "agent.py").write_text(CONTAINED)
     command = ["python3", "/agent.py"]
+    left = tempfile.mkdtemp(prefix=PREFIX)  # of a run that was killed
     bench = AgentBench(
         folder, "agent", command=command, files=str(files), sandbox={"image": f"{folder}/{{place}}"}, limit_s=200.0
     )
@@ -288,7 +291,7 @@ def contained(folder: Path) -> None:
         played = bench.play(samples=3)
     assert len(played) == 6 and all(rollout.reward == 1 and not rollout.broke for _, rollout in played), played
     assert all(len(rollout.turns) == 2 for _, rollout in played)
-    assert not (image / "mine").exists()
+    assert not (image / "mine").exists() and not os.path.exists(left)
     bench.pool.close()
 
 
@@ -316,6 +319,18 @@ for place in (("127.0.0.1", int(open("/port").read())), ("8.8.8.8", 53)):
 ask(messages)
 print(1.0)
 """
+
+
+def published(folder: Path, python: str) -> None:
+    """An agent of the package mini-swe-agent plays whole episodes of several turns, as it is."""
+    command = [python, str(Path(__file__).with_name("mini_swe_agent.py"))]
+    variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_COST_TRACKING": "ignore_errors", "PYTHONPATH": ""}
+    bench = AgentBench(folder, "agent", command=command, variables=variables, limit_s=200.0)
+    for _, rollout in bench.play():
+        assert rollout.reward == 1 and not rollout.broke and not rollout.failure, rollout
+        assert rollout.metrics["calls"] == len(rollout.turns) == 3, rollout
+        assert rollout.metrics["unmatched_answers"] == 0 and rollout.metrics["conversations"] == 1, rollout
+    bench.pool.close()
 
 
 def beside_vllm(folder: Path, template: Path, url: str) -> None:

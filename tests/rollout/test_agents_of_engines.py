@@ -1,5 +1,7 @@
 """Check environments with agents. See agent_scenarios.py."""
 
+import os
+
 import pytest
 
 from tests.rollout import agent_scenarios as scenarios
@@ -22,4 +24,11 @@ def test_a_scenario(play_in, letters, scenario):
 def test_a_long_scenario(play_in, letters, scenario):
     """Run a scenario that needs gigabytes or minutes, or is covered in part by the others."""
     status, printed = play_in(scenario, letters, timeout_s=580)
+    assert status == 0, printed[-4000:]
+
+
+@pytest.mark.full
+@pytest.mark.skipif("MINI_SWE_AGENT_PYTHON" not in os.environ, reason="MINI_SWE_AGENT_PYTHON names no Python")
+def test_a_published_agent(play_in, letters):
+    status, printed = play_in(scenarios.published, letters, os.environ["MINI_SWE_AGENT_PYTHON"])
     assert status == 0, printed[-4000:]

@@ -90,10 +90,21 @@ def test_a_program_of_a_container(sandbox: Sandbox, root: Path):
         ]:
             ran = made.run(argv, **how)
             assert ran.status == 127 and ran.stderr.startswith(error)
-        program = made.start(["python3", "-u", "-c", "print(input()[::-1]); input()"])
+        secret = os.urandom(8).hex()  # such as the key of an endpoint
+        program = made.start(
+            ["python3", "-u", "-c", "import os; print(input()[::-1], os.environ['KEY']); input()"], env={"KEY": secret}
+        )
         program.send(b"abc\n", time.monotonic() + 20)
-        assert program.receive(4, time.monotonic() + 20) == b"cba\n"
+        assert program.receive(21, time.monotonic() + 20) == f"cba {secret}\n".encode()
+        assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if secret in _text(path)]
     assert program.close() == "closed"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # the process has ended
+        return ""
 
 
 def test_files_go_in_and_out(sandbox: Sandbox, root: Path, tmp_path: Path):
@@ -201,7 +212,7 @@ def test_a_process_that_is_killed_while_it_unpacks(
 
 def path_of(folder: Path, *names: str) -> str:
     """Return a PATH with the named programs and a few that each system has."""
-    for name in (*names, "cp", "rm", "find", "chmod", "chown"):
+    for name in (*names, "cp", "du", "rm", "find", "chmod", "chown"):
         (folder / name).symlink_to(shutil.which(name) or pytest.skip(f"{name} is not installed"))
     return str(folder)
 

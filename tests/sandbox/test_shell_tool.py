@@ -10,6 +10,7 @@ from pipeline import config
 from pipeline.environments.shell_tool import ShellTool
 from pipeline.environments.tool import ToolError
 from pipeline.environments.tools import ToolConfig, build_tool
+from pipeline.sandbox import sif
 from tests.sandbox.images import layout
 
 LIMITS = {"wall_s": 10.0, "memory_bytes": 128 << 20, "scratch_bytes": 8 << 20, "output_bytes": 1000, "processes": 16}
@@ -48,6 +49,7 @@ def test_what_the_policy_reads(tool: ShellTool):
     [
         ("{image: /there/is/none.sqsh}", ("image", "file-not-found", "which does not exist. Try a squashfs file")),
         ("{image: FILE}", ("image", "bad-format", "a file that is no squashfs")),
+        ("{image: CUT}", ("image", "bad-format", "a SIF file whose end is missing")),
         ("{image: near.sqsh}", ("image", "bad-format", "expected an absolute path")),
         ("{}", ("image", "missing-value", "")),
         ("{image: FILE, sandbox: none}", ("sandbox", "unsupported", "a container needs isolation")),
@@ -56,8 +58,11 @@ def test_what_the_policy_reads(tool: ShellTool):
 )
 def test_what_submission_refuses(kwargs: str, expected: tuple[str, str, str], tmp_path: Path):
     (tmp_path / "file").write_text("text")
+    (tmp_path / "cut").write_bytes(bytes(sif.MAGIC_AT) + sif.MAGIC)
     tools = f"env.t.kwargs={{judge: addition, tools: {{bash: {{kind: shell, kwargs: {kwargs}}}}}}}"
-    loaded = config.inspect("tiny_grpo", ["env.t.kind=tools", tools.replace("FILE", str(tmp_path / "file"))])
+    loaded = config.inspect(
+        "tiny_grpo", ["env.t.kind=tools", tools.replace("FILE", f"{tmp_path}/file").replace("CUT", f"{tmp_path}/cut")]
+    )
     problems = [*loaded.problems, *installed.sandbox_problems(loaded.recipe, "slurm", [])]
     key, code, text = expected
     found = [problem for problem in problems if problem.key == f"env.t.kwargs.tools.bash.kwargs.{key}"]

@@ -16,7 +16,6 @@ import hmac
 import json
 import logging
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -33,8 +32,8 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-from pipeline.environments.agent_places import folder_prefix
 from pipeline.environments.environment import AgentAccess
+from pipeline.environments.episode_folder import EpisodeFolder
 from pipeline.rollout.agents.policy_serving import EPISODE, NAME, PolicyServing, ServedEpisode
 from pipeline.rollout.engine_client import EpisodeEnded
 
@@ -84,7 +83,8 @@ class AgentEndpoint:
     def __init__(self, serving: PolicyServing, episode: ServedEpisode, host: str = "127.0.0.1") -> None:
         self._serving, self._episode, self._host = serving, episode, host
         self._key = secrets.token_urlsafe(24)
-        self._open, self._folder = 0, ""
+        self._open = 0
+        self._folder: EpisodeFolder | None = None
         self._runner: web.AppRunner | None = None
         self._servers: list[asyncio.Server] = []
         self._unproved: dict[Any, float] = {}  # connections without a request of the episode -> time.monotonic() of their start
@@ -110,8 +110,8 @@ class AgentEndpoint:
         address = self._servers[0].sockets[0].getsockname()
         place = tempfile.gettempdir()
         place = place if len(place) < MOST_OF_A_PATH else "/tmp"
-        self._folder = tempfile.mkdtemp(prefix=folder_prefix("endpoint"), dir=place)  # which others cannot enter
-        path = f"{self._folder}/socket"
+        self._folder = EpisodeFolder(place)
+        path = f"{self._folder.path}/socket"
         self._servers.append(await loop.create_unix_server(self._connect, path, backlog=1024))
         return AgentAccess(f"http://{address[0]}:{address[1]}", self._key, path)
 
@@ -138,7 +138,7 @@ class AgentEndpoint:
         if self._runner is not None:
             await self._runner.cleanup()
         if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     def _allows(self, http: web.Request) -> bool:
         sent = http.headers.get("Authorization", "").removeprefix("Bearer ") or http.headers.get("x-api-key", "")

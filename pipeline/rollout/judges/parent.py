@@ -15,15 +15,12 @@ import asyncio
 import contextlib
 import functools
 import gc
-import glob
 import logging
 import os
 import signal
 import socket
 import struct
-import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,7 +31,7 @@ from pipeline.config.environments import reads_calls
 from pipeline.data.call_parsers import CallParser
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
-from pipeline.environments import build_environments
+from pipeline.environments import build_environments, episode_folder
 from pipeline.environments.environment import AgentEnvironment, Environment
 from pipeline.files import rank_log
 from pipeline.files.encoding import decode
@@ -232,7 +229,7 @@ class Parent:
                 group, gone = self._by_pid.pop(ended.si_pid, (None, None))
                 if gone is not None:
                     gone.kill()  # its process group, whose number is not free before the next line
-                    _remove_folders(ended.si_pid)
+                    episode_folder.remove_left()
                 _, status = os.waitpid(ended.si_pid, 0)
                 if group is not None and gone is not None:
                     gone.ended.set_result(os.waitstatus_to_exitcode(status))
@@ -261,13 +258,6 @@ class Parent:
         thread.join(CLOSE_S)
 
 
-def _remove_folders(judge: int) -> None:
-    """Remove the temporary folders that a killed judge has left, without waiting."""
-    for place in {tempfile.gettempdir(), "/tmp"}:
-        if left := glob.glob(f"{place}/hetstep-*-{judge}-*"):
-            subprocess.Popen(["rm", "-rf", *left])  # `_reap` collects it
-
-
 def run(connection: socket.socket, rank: int) -> None:
     """Serve the rank until it closes the environments. Call it in the main thread."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
@@ -287,6 +277,7 @@ def run(connection: socket.socket, rank: int) -> None:
     try:
         settings = decode(connection.recv(struct.unpack("<I", length)[0], socket.MSG_WAITALL), EnvironmentSettings)
         user_code.search_in(settings.folders)
+        episode_folder.remove_left()
         parent = Parent(connection, settings)
         if parent.threaded:
             connection.sendall(frame(EnvReport(apart=parent.threaded)))
