@@ -20,6 +20,7 @@ STATED = {  # by the metadata of their safetensors files, but for copies of a ti
     "allenai/Llama-3.1-Tulu-3-8B-SFT": 8_030_326_784,
     "Qwen/Qwen2.5-0.5B": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
     "Qwen/Qwen2.5-32B": 32_763_876_352,
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
