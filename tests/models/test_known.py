@@ -24,6 +24,7 @@ STATED = {  # by the metadata of their safetensors files, but for copies of a ti
     "Qwen/Qwen2.5-7B": 7_615_616_512,
     "Qwen/Qwen2.5-32B": 32_763_876_352,
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B": 14_770_033_664,
     "Qwen/Qwen3-0.6B": 751_632_384 - 151_936 * 1024,
     "Qwen/Qwen3-1.7B": 2_031_739_904 - 151_936 * 2048,
     "Qwen/Qwen3-4B": 4_022_468_096,
