@@ -18,6 +18,7 @@ import asyncio
 import json
 import re
 import shlex
+from typing import NamedTuple
 
 import openai
 
@@ -28,47 +29,85 @@ from pipeline.sandbox.shell import Shell
 
 COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)\n?```", re.DOTALL)
 FORM = "Expected one command in one block that begins with ```bash. Nothing was run."
+ACTIVATE = "test ! -f ~/.bashrc || . ~/.bashrc"
+"""What activates the Python of an image, as of SWE-bench's."""
+TRUST = "git config --global --add safe.directory '*'"
+SNAPSHOT = f"{TRUST} && git add -A && git write-tree && git reset -q"
+CHANGES = "git add -A && git diff --cached --binary --no-ext-diff --no-textconv {} >/tmp/work.patch"
 PROTECTED = (
-    "conftest.py",
-    "pytest.ini",
-    ".pytest.ini",
-    "tox.ini",
-    "setup.cfg",
-    "pyproject.toml",
-    "sitecustomize.py",
-    "usercustomize.py",
+    *("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"),
+    *("sitecustomize.py", "usercustomize.py"),
 )
 TEST_FILE = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
+COLOR = re.compile(r"\x1b\[[\d;]*m")
 RESULT = re.compile(
     r"^(?:(PASSED|XFAIL|FAILED|ERROR) (\S+)|(\S.*?) \.\.\. (ok|FAIL|ERROR)$|(test_\w+) (ok|[EFf])\b)", re.MULTILINE
 )
 PASSES = {"PASSED", "XFAIL", "ok"}
-PATCH_BYTES = 1 << 20
+PATCH_BYTES, NOTE = 1 << 20, 2000
 SESSION_S = 4 * 3600.0
-NEEDS = ResourceLimits(60.0, 3600.0, 8 << 30, 256, 10_000, 4 << 30, 200_000, 1024)
-WORK = Sandbox(NEEDS)
-TESTS = Sandbox(ResourceLimits(3600.0, 2 * 3600.0, 8 << 30, 256, 16 << 20, 4 << 30, 200_000, 1024))
+SHARED = {"memory_bytes": 8 << 30, "processes": 256, "scratch_bytes": 4 << 30, "scratch_files": 200_000, "open_files": 1024}
+WORK = Sandbox(ResourceLimits(wall_s=600.0, cpu_s=3600.0, output_bytes=10_000, **SHARED))
+TESTS = Sandbox(ResourceLimits(wall_s=600.0, cpu_s=7200.0, output_bytes=16 << 20, **SHARED))
+
+
+class Tests(NamedTuple):
+    """The tests of a record."""
+
+    script: str  # of Bash
+    patch: str  # that the script may apply
+    files: list[str]  # that they add or change
+    names: list[str]  # of those that must pass
+
+    @classmethod
+    def of(cls, record):
+        """Read the tests of a record. Raises KeyError or ValueError if it has none."""
+        names = [name for column in ("FAIL_TO_PASS", "PASS_TO_PASS") for name in _list(record[column])]
+        patch = record.get("test_patch") or ""
+        files = TEST_FILE.findall(patch or record["eval_script"])
+        if not names or not files:
+            raise ValueError(f"the record names {len(names)} tests in {len(files)} files; expected some")
+        built = f"{ACTIVATE}\ngit apply /tmp/tests.patch && python3 -m pytest -rA {shlex.join(files)}"
+        return cls(record.get("eval_script") or built, patch, files, names)
+
+    def pass_by(self, log):
+        """Return whether all pass by a log of pytest, Django or SymPy, and none of them fails in it."""
+        results = {}
+        for match in RESULT.finditer(COLOR.sub("", log)):
+            result, name = (match[1], match[2]) if match[1] else (match[4] or match[6], match[3] or match[5])
+            results.setdefault(name, set()).add(result)
+        found = [results.get(name) or results.get(name.split()[0]) for name in self.names]  # data sets cut names at a space
+        return all(result and result <= PASSES for result in found)
+
+
+def _list(names):
+    return json.loads(names) if isinstance(names, str) else list(names)
 
 
 async def play(client, task, image, turns, repository="/testbed", command_s=180.0, tests_s=3600.0):
     """Play one episode. image: path with columns of the record in it, such as /images/{instance_id}.sqsh."""
-    record = task["record"]
-    path, metrics = image.format_map(record), dict.fromkeys(("accuracy", "submitted", "applied", "commands", "malformed"), 0.0)
+    tests, path, patch = Tests.of(task["record"]), image.format_map(task["record"]), b""
+    metrics = dict.fromkeys(("accuracy", "submitted", "applied", "commands", "malformed"), 0.0)
     with await asyncio.to_thread(WORK.open, path) as container:
-        start = await asyncio.to_thread(_run, container, "git add -A && git write-tree && git reset -q", repository)
+        ran = await asyncio.to_thread(container.run, ["bash", "-c", SNAPSHOT], cwd=repository)
+        if ran.status:
+            why = ran.stderr.decode(errors="replace").strip()
+            raise ValueError(f"{path}: got {why} in {repository}; expected a git repository")
+        start = ran.stdout.decode().split()[-1]
         with Shell(container, SESSION_S, repository) as shell:
-            await asyncio.to_thread(shell.run, "test ! -f ~/.bashrc || . ~/.bashrc")  # which activates the image's environment
             await _work(client, list(task["messages"]), shell, turns, command_s, metrics)
-        patch = await asyncio.to_thread(_patch, container, start.split()[-1], repository) if metrics["submitted"] else b""
+        if metrics["submitted"]:
+            patch = await asyncio.to_thread(_patch, container, start, repository)
     if not patch.strip():
         return Outcome(0.0, metrics)
-    log = await asyncio.to_thread(_test, path, record, patch, repository, tests_s)
-    metrics |= {"applied": float(log is not None), "accuracy": float(passes(log or "", record))}
-    return Outcome(metrics["accuracy"], metrics, notes={"patch": patch.decode(errors="replace"), "tests": (log or "")[-2000:]})
+    log = await asyncio.to_thread(_log, path, tests, patch, repository, tests_s)
+    metrics |= {"applied": float(log is not None), "accuracy": float(log is not None and tests.pass_by(log))}
+    return Outcome(metrics["accuracy"], metrics, notes={"patch": patch.decode(errors="replace"), "tests": (log or "")[-NOTE:]})
 
 
 async def _work(client, messages, shell, turns, command_s, metrics):
     """Run the policy's commands until it submits, or has no more turns or tokens."""
+    active = False
     for left in range(turns - 1, -1, -1):
         try:
             answer = await client.chat.completions.create(model="policy", messages=messages)
@@ -81,12 +120,13 @@ async def _work(client, messages, shell, turns, command_s, metrics):
             return
         reply = FORM
         if len(commands) == 1:
-            reply = _shown(await asyncio.to_thread(shell.run, commands[0], command_s), command_s)
+            if not active:
+                await asyncio.to_thread(shell.run, ACTIVATE)
+            result = await asyncio.to_thread(shell.run, commands[0], command_s)
+            reply, active = _shown(result, command_s), not result.shell_ended_by
         metrics["commands" if len(commands) == 1 else "malformed"] += 1
-        messages += [
-            {"role": "assistant", "content": said},
-            {"role": "user", "content": f"{reply}\n\n{left} messages are left."},
-        ]
+        told = f"{reply}\n\n{left} messages are left."
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
 
 
 def _shown(result, command_s):
@@ -97,65 +137,24 @@ def _shown(result, command_s):
     return f"{result.output.rstrip()}\n{note}".lstrip()
 
 
-def _run(container, script, folder):
-    """Return the output of a script. Raises RuntimeError if it fails."""
-    ran = container.run(["bash", "-c", f"git config --global --add safe.directory '*' && {script}"], cwd=folder)
-    if ran.status:
-        raise RuntimeError(f"{folder}: {ran.stderr.decode(errors='replace').strip()}; expected a git repository in the image")
-    return ran.stdout.decode()
-
-
 def _patch(container, start, repository):
     """Return what has changed since the tree `start`; b"" if the policy's container does not tell, or if it is too much."""
     try:
-        _run(
-            container,
-            f"git add -A && git diff --cached --binary --no-ext-diff --no-textconv {start} >/tmp/work.patch",
-            repository,
-        )
-        return container.read_file("/tmp/work.patch", PATCH_BYTES)
-    except (RuntimeError, ValueError):
+        ran = container.run(["bash", "-c", CHANGES.format(start)], cwd=repository)
+        return b"" if ran.status else container.read_file("/tmp/work.patch", PATCH_BYTES)
+    except ValueError:
         return b""
 
 
-def _test(path, record, patch, repository, tests_s):
+def _log(path, tests, patch, repository, tests_s):
     """Return the output of the tests in a new container; None if the patch does not apply."""
-    added = TEST_FILE.findall(record.get("test_patch") or record["eval_script"])
-    kept = [f"--exclude={pattern}" for name in PROTECTED for pattern in (name, f"*/{name}")]
-    script = record.get("eval_script") or f"git apply /tmp/tests.patch && python3 -m pytest -rA {shlex.join(added)}"
+    kept = [*tests.files, *PROTECTED, *(f"*/{name}" for name in PROTECTED)]
+    apply = shlex.join(["git", "apply", *(f"--exclude={pattern}" for pattern in kept), "/tmp/work.patch"])
     with TESTS.open(path) as container:
-        for name, content in {
-            "work.patch": patch,
-            "tests.patch": (record.get("test_patch") or "").encode(),
-            "tests.sh": script.encode(),
-        }.items():
-            container.write_file(f"/tmp/{name}", content)
-        try:
-            _run(
-                container,
-                shlex.join(["git", "apply", *kept, *(f"--exclude={name}" for name in added), "/tmp/work.patch"]),
-                repository,
-            )
-        except RuntimeError:
+        container.write_file("/tmp/work.patch", patch)
+        container.write_file("/tmp/tests.patch", tests.patch.encode())
+        container.write_file("/tmp/tests.sh", tests.script.encode())
+        if container.run(["bash", "-c", f"{TRUST} && {apply}"], cwd=repository).status:
             return None
-        ran = container.run(["bash", "-l", "/tmp/tests.sh"], cwd=repository, wall_s=tests_s)
+        ran = container.run(["bash", "/tmp/tests.sh"], cwd=repository, wall_s=tests_s)
     return (ran.stdout + b"\n" + ran.stderr).decode(errors="replace")
-
-
-def passes(log, record):
-    """Return whether all tests that a record names pass by a log of pytest, Django or SymPy, and none fails in it.
-
-    Data sets cut the names of pytest's tests at the first space.
-    """
-    results = {}
-    for match in RESULT.finditer(log):
-        result, name = [part for part in match.groups() if part]
-        result, name = (result, name) if match[1] else (name, result)
-        results.setdefault(name, set()).add(result)
-    names = [name for column in ("FAIL_TO_PASS", "PASS_TO_PASS") for name in _list(record[column])]
-    found = [results.get(name) or results.get(name.split()[0]) for name in names]
-    return bool(found) and all(result and result <= PASSES for result in found)
-
-
-def _list(names):
-    return json.loads(names) if isinstance(names, str) else names

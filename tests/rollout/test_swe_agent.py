@@ -65,6 +65,7 @@ def record() -> Iterator[dict[str, Any]]:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file.locate(), target)
     shutil.copytree(Path(os.path.dirname(os.__file__)) / "unittest", root / "usr/lib/python3.11/unittest")
+    (root / "root/.bashrc").write_text("export ACTIVE=yes\n")
     testbed = root / "testbed"
     (testbed / "tests").mkdir(parents=True)
     (testbed / "adder.py").write_text(BUG)
@@ -133,6 +134,47 @@ def test_a_trick_earns_nothing(record, trick):
     assert outcome.reward == 0 and outcome.metrics["submitted"] == 1, outcome
 
 
+def test_a_shell_that_ends_is_activated_again(record):
+    activated = block("exit 3", "echo $ACTIVE", "submit")
+    _, read = episode(record, activated)
+    assert [text.splitlines()[0] for text in read] == ["[the shell ended]", "yes"]
+
+
+@pytest.mark.parametrize("missing", ["FAIL_TO_PASS", "test_patch"])
+def test_a_record_without_tests_is_no_task(record, missing):
+    with pytest.raises((KeyError, ValueError)):
+        episode({name: value for name, value in record.items() if name != missing}, [])
+
+
+LOGS = """
+\x1b[32mPASSED\x1b[0m tests/a.py::test_one[a b]
+XFAIL tests/a.py::test_two - reason
+test_three (app.tests.Case) ... ok
+test_four ok
+FAILED tests/a.py::test_five - assert
+PASSED tests/a.py::test_five
+"""
+
+
+@pytest.mark.parametrize(
+    "name, passes",
+    [
+        ("tests/a.py::test_one[a", True),
+        ("tests/a.py::test_one[a b]", True),
+        ("tests/a.py::test_two", True),
+        ("test_three (app.tests.Case)", True),
+        ("test_four", True),
+        ("tests/a.py::test_five", False),
+        ("tests/a.py::test_six", False),
+    ],
+)
+def test_the_log_is_read_as_swe_bench_does(record, name, passes):
+    from recipes.agents.swe import Tests  # which needs a sandbox
+
+    tests = Tests.of({"FAIL_TO_PASS": [name], "PASS_TO_PASS": [], "eval_script": "+++ b/tests/a.py"})
+    assert tests.pass_by(LOGS) == passes
+
+
 def test_only_what_is_submitted_counts(record):
     outcome, read = episode(record, ["I think.", *block(FIX), "```bash\na\n```\n```bash\nsubmit\n```"])
     assert (outcome.reward, outcome.metrics["submitted"], outcome.metrics["malformed"]) == (0.0, 0.0, 2.0)
@@ -199,6 +241,7 @@ def through_the_endpoint(folder: Path, record: dict[str, Any]) -> None:
     bench.pool.close()
 
 
+@pytest.mark.full
 def test_a_run_plays_it(play_in, tmp_path, record):
     status, printed = play_in(through_the_endpoint, tmp_path, record)
     assert status == 0, printed[-4000:]
