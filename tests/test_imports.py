@@ -35,7 +35,7 @@ FLOORS = {
         ("audit", "hetstep_sbatch", "lineage", "registry", "serve"),
         ("serving",),
         ("api",),
-        ("bundle", "contamination", "evaluate", "export", "plan_refit", "report"),
+        ("bundle", "contamination", "evaluate", "export", "index_corpus", "plan_refit", "report"),
         ("status", "steer", "submit", "sweep", "timeline", "track"),
         ("sweeps",),
         ("evaluations",),

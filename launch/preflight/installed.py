@@ -9,6 +9,8 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from launch.executors.containers import runtime
 from launch.recipes.model_files import planning_config
@@ -30,6 +32,8 @@ from pipeline.config.environments import AnswerScorer, kind_class, scorers
 from pipeline.config.schema import TRACKERS
 from pipeline.environments.agent import AgentArguments
 from pipeline.environments.python_tool import SandboxArguments
+from pipeline.environments.search_index import NoIndex, corpus_of
+from pipeline.environments.search_tool import SearchArguments
 from pipeline.environments.shell_tool import ShellArguments
 from pipeline.environments.tools import TOOLS, ToolsArguments, read_tool_kwargs, read_tools
 from pipeline.models.config_values import MULTIMODAL
@@ -61,11 +65,16 @@ def _needs(recipe: Recipe) -> Iterator[tuple[str, str, str, tuple[ComponentConfi
     if generates(recipe) and recipe.policy.generation.backend == "vllm" and _is_multimodal(recipe):
         message = f"got {recipe.policy.model_name}, for whose class vLLM imports torchvision, which is not installed"
         yield "policy.model_name", "torchvision", f"{message}. Try pip install torchvision", (recipe.cluster.generate,)
+    judging: ComponentConfig = getattr(recipe.cluster, config.environment_component(recipe))
     for name, environment in recipe.env.items():
         for scorer in scorers(name, environment):
             if scorer.kind in KINDS and (package := kind_class(scorer.kind).package):
                 message = f"got {scorer.kind}, but {package} is not installed. Try pip install '.[{scorer.kind}]'"
-                yield scorer.key, package, message, (getattr(recipe.cluster, config.environment_component(recipe)),)
+                yield scorer.key, package, message, (judging,)
+    for key, tool, _ in tools_of(recipe):
+        if package := TOOLS[tool].package:
+            message = f"got {tool}, but {package} is not installed. Try pip install '.[{package}]'"
+            yield key, package, message, (judging,)
     if not trains(recipe):
         return
     tracking = extras.find("tracking")
@@ -176,8 +185,35 @@ def _sandboxes(scorer: AnswerScorer) -> Iterator[tuple[str, SandboxArguments]]:
         yield key, arguments
     if isinstance(arguments, AgentArguments) and arguments.sandbox:
         yield f"{key}.sandbox", arguments.sandbox
+    for inner, _, tool_arguments in _tools(scorer):
+        if isinstance(tool_arguments, SandboxArguments):
+            yield f"{inner}.kwargs", tool_arguments
+
+
+# ---- tools -------------------------------------------------------------------------------------------------------------------
+
+
+def index_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each tool `search` without the index of a corpus."""
+    for key, _, arguments in tools_of(recipe):
+        if isinstance(arguments, SearchArguments):
+            try:
+                corpus_of(Path(arguments.index))
+            except NoIndex as error:
+                yield Problem(f"{key}.kwargs.index", "file-not-found", str(error))
+
+
+def tools_of(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
+    """Yield (key, kind, kwargs) of each built-in tool of the environments. Other checks report problems of the kwargs."""
+    for name, environment in recipe.env.items():
+        for scorer in scorers(name, environment):
+            yield from _tools(scorer)
+
+
+def _tools(scorer: AnswerScorer) -> Iterator[tuple[str, str, Any]]:
+    arguments = read_kwargs(scorer.kwargs_key, scorer.kind, scorer.kwargs)[0] if scorer.kind in KINDS else None
     if isinstance(arguments, ToolsArguments):
-        for name, tool in read_tools(f"{key}.tools", arguments.tools)[0].items():
-            inner = f"{key}.tools.{name}.kwargs"
-            if tool.kind in TOOLS and isinstance(tool_arguments := read_tool_kwargs(inner, tool)[0], SandboxArguments):
-                yield inner, tool_arguments
+        for name, tool in read_tools(f"{scorer.kwargs_key}.tools", arguments.tools)[0].items():
+            if tool.kind in TOOLS:
+                key = f"{scorer.kwargs_key}.tools.{name}"
+                yield key, str(tool.kind), read_tool_kwargs(f"{key}.kwargs", tool)[0]

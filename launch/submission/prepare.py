@@ -266,6 +266,7 @@ def site_problems_of(
     else:
         yield from _executor_problems(recipe, chosen, notes)
     yield from installed.sandbox_problems(recipe, chosen.name, notes)
+    yield from installed.index_problems(recipe)
     yield from user_imports.problems(recipe, chosen.name, notes, code)
 
 

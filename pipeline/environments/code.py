@@ -25,8 +25,8 @@ from pipeline.environments.code_tests import (
     Tests,
     parse_tests,
     same_literal,
-    same_output,
     same_result,
+    same_stdout,
     same_value,
 )
 from pipeline.environments.environment import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
@@ -214,7 +214,7 @@ def code_in(text: str) -> str:
 
 
 def _passes(result: ProgramResult, case: IOTest) -> bool:
-    are_equal = same_result if case.function else same_output
+    are_equal = same_result if case.function else same_stdout
     return result.status == 0 and are_equal(result.stdout.decode(errors="replace"), case.output)
 
 

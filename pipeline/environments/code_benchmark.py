@@ -27,7 +27,6 @@ import signal
 import time
 import zlib
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from pickletools import genops
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,7 +38,7 @@ from pipeline.environments import code_process
 from pipeline.environments.code import HARNESS, OWN_SHARE
 from pipeline.environments.code_extraction import find_code
 from pipeline.environments.code_process import LENGTH, VERDICT
-from pipeline.environments.code_tests import same_value
+from pipeline.environments.code_tests import same_stdout, same_value
 from pipeline.environments.environment import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
 from pipeline.environments.numpy_stand_in import can_stand_in
 from pipeline.environments.python_tool import SandboxArguments
@@ -283,25 +282,6 @@ def same_result(encoded: Any, expected: Any) -> bool:
     if isinstance(encoded, dict) and set(encoded) == {"tuple"}:
         encoded = {"list": encoded["tuple"]}
     return same_value(json.dumps(encoded), expected)
-
-
-def same_stdout(printed: str, expected: str) -> bool:
-    """Return whether outputs agree line by line, as texts or decimal numbers. Spaces around lines and outputs do not count."""
-    lines, expected_lines = _lines(printed), _lines(expected)
-    return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
-
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().split("\n")]
-
-
-def _same_line(line: str, expected: str) -> bool:
-    if line == expected:
-        return True
-    try:
-        return [Decimal(word) for word in line.split()] == [Decimal(word) for word in expected.split()]
-    except InvalidOperation:  # not numbers
-        return False
 
 
 def _no_number(value: Any) -> int:

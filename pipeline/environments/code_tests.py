@@ -2,6 +2,7 @@
 
     {"inputs": [...], "outputs": [...]}               stdin and stdout (TACO, APPS); with "fn_name", arguments and results
     [{"input": ..., "output": ..., "testtype": ...}]  LiveCodeBench; "functional" ones are JSON, one argument per line
+    [{"input": ..., "output": ..., "type": ...}]      PrimeIntellect; a "function_call" has a list of arguments, and a result
     ["assert f(1) == 2", ...]                         Python snippets (MBPP, AceCode), each of which is a test
     {"test": ..., "entry_point": ...}                 HumanEval's columns: a snippet, then check(<entry_point>)
     any other text                                    one Python snippet (KodCode)
@@ -22,6 +23,7 @@ from __future__ import annotations
 import ast
 import json
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 LITERAL_CALLS = {"set": set, "frozenset": frozenset, "sorted": sorted, "list": list, "tuple": tuple, "dict": dict}
@@ -91,7 +93,7 @@ def parse_tests(source: Any) -> Tests:
     elif isinstance(source, list) and all(isinstance(test, str) for test in source):
         tests = Tests(snippets=tuple(_snippet(piece) for piece in source))
     elif isinstance(source, list) and all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in source):
-        tests = Tests(tuple(_livecodebench_test(test) for test in source))
+        tests = Tests(tuple(map(_io_test, source)))
     else:
         raise ValueError(
             "got tests in an unknown form; expected {inputs, outputs}, a list of {input, output}, {test, entry_point}, or"
@@ -189,22 +191,38 @@ def _text(value: Any, function: str) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _livecodebench_test(test: dict[str, Any]) -> IOTest:
-    if test.get("testtype", "stdin") == "stdin":
-        return IOTest(test["input"], test["output"])
-    if not (function := test.get("fn_name") or test.get("func_name")):
-        raise ValueError("a functional test has neither fn_name nor func_name")
-    arguments = [json.loads(line) for line in test["input"].splitlines() if line.strip()]
-    return IOTest(json.dumps(arguments), json.dumps(json.loads(test["output"])), function)
+def _io_test(test: dict[str, Any]) -> IOTest:
+    """Return a test of LiveCodeBench or PrimeIntellect."""
+    kind, given, expected = test.get("testtype") or test.get("type") or "stdin", test["input"], test["output"]
+    if kind in ("stdin", "stdin_stdout"):
+        return IOTest(_text(given, ""), _text(expected, ""))
+    named = test.get("metadata")
+    function = test.get("fn_name") or test.get("func_name") or (named.get("func_name") if isinstance(named, dict) else None)
+    if not function:
+        raise ValueError(f"a {kind} test has neither fn_name nor func_name")
+    if isinstance(given, str):
+        given = [json.loads(line) for line in given.splitlines() if line.strip()]
+    expected = json.loads(expected) if kind == "functional" and isinstance(expected, str) else expected
+    return IOTest(json.dumps(given), json.dumps(expected), function)
 
 
-def same_output(printed: str, expected: str) -> bool:
-    """Return whether outputs agree, apart from spaces at line ends and empty lines at the end."""
-    return _lines(printed) == _lines(expected)
+def same_stdout(printed: str, expected: str) -> bool:
+    """Return whether outputs agree line by line, as texts or decimal numbers. Spaces around lines and outputs do not count."""
+    lines, expected_lines = _lines(printed), _lines(expected)
+    return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.strip() for line in text.strip().split("\n")]
+
+
+def _same_line(line: str, expected: str) -> bool:
+    if line == expected:
+        return True
+    try:
+        return [Decimal(word) for word in line.split()] == [Decimal(word) for word in expected.split()]
+    except InvalidOperation:  # not numbers
+        return False
 
 
 def same_result(printed: str, expected: str) -> bool:

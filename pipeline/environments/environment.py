@@ -140,6 +140,9 @@ class Configurable:
     environment that judges the final answer.
     """
 
+    package: ClassVar[str] = ""
+    """Optional package that it imports; "" if there is none. `pip install '.[KIND]'` installs it, or '.[PACKAGE]' of a tool."""
+
     @classmethod
     def check(cls, key: str, arguments: Any) -> Iterator[Problem]:
         """Yield problems that depend on several fields of the arguments. key: of the kwargs, such as `env.math.kwargs`."""
@@ -192,8 +195,6 @@ class BuiltinEnvironment(Configurable, Environment):
 
     checked_at_start: ClassVar[int] = 20_000
     """Number of a data set's expected answers that `check_answer` checks before the run. It checks the others when used."""
-    package: ClassVar[str] = ""
-    """Name of an optional package that it imports; "" if there is none. `pip install '.[KIND]'` installs it."""
     is_final: ClassVar[bool] = True
     """True if this environment can judge final answers for another environment, such as one with tools."""
     reads_calls: ClassVar[bool] = False

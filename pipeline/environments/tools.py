@@ -34,6 +34,7 @@ from pipeline.environments.environment import (
     requires_placeholder,
 )
 from pipeline.environments.python_tool import PythonTool
+from pipeline.environments.search_tool import SearchTool
 from pipeline.environments.shell_tool import ShellTool
 from pipeline.environments.tool import MalformedCall, Tool, ToolError, ToolSession, check_arguments, function_schema
 from pipeline.recipe import user_code
@@ -43,9 +44,10 @@ from pipeline.recipe.values import MISSING, Bool, Check, Positive, Text, not_a_k
 if TYPE_CHECKING:
     from pipeline.types import Prompt
 
-TOOLS: dict[str, type[Calculator] | type[PythonTool] | type[ShellTool]] = {
+TOOLS: dict[str, type[Calculator] | type[PythonTool] | type[SearchTool] | type[ShellTool]] = {
     "calculator": Calculator,
     "python": PythonTool,
+    "search": SearchTool,
     "shell": ShellTool,
 }
 """Name -> class of each built-in tool. Users' tools are named by dotted paths instead."""
@@ -71,7 +73,7 @@ class ToolConfig:
     """An entry of the kwarg `tools`."""
 
     kind: Text | None = None
-    """calculator, python, shell, or the dotted path of a class. null: the tool's name."""
+    """calculator, python, search, shell, or the dotted path of a class. null: the tool's name."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the tool."""
 

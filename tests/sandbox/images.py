@@ -21,8 +21,8 @@ UNUSED = ("test", "__pycache__", "*-packages", "idlelib", "config-*", "pydoc_dat
 LIBRARY = re.compile(r"(?:=> )?(/\S+) \(0x")
 
 
-def make_root(folder: Path) -> Path:
-    """Make a root file system with PROGRAMS and PYTHON."""
+def make_root(folder: Path, more: str = "") -> Path:
+    """Make a root file system with PYTHON, PROGRAMS and more of them."""
     for name in ("bin", "lib", "lib64"):
         (folder / "usr" / name).mkdir(parents=True)
         (folder / name).symlink_to(f"usr/{name}")
@@ -38,7 +38,7 @@ def make_root(folder: Path) -> Path:
         symlinks=True,
         ignore=shutil.ignore_patterns(*UNUSED),
     )
-    files = [python, *filter(None, map(shutil.which, PROGRAMS.split()))]
+    files = [python, *filter(None, map(shutil.which, [*PROGRAMS.split(), *more.split()]))]
     needed = {
         library for path in [*files, *map(str, Path(library, "lib-dynload").glob("*.so"))] for library in _libraries(path)
     }

@@ -13,8 +13,8 @@ from pipeline.environments.code_tests import (
     IOTest,
     parse_tests,
     same_literal,
-    same_output,
     same_result,
+    same_stdout,
     same_value,
 )
 from pipeline.environments.environment import Unjudged
@@ -276,6 +276,11 @@ def test_the_forms_of_tests():
     assert parse_tests(json.dumps([live])).cases == (IOTest("[1, [2]]", "3", "f"),)
     assert parse_tests([{"input": "1", "output": "2"}]).cases == (IOTest("1", "2"),)
     assert parse_tests({"inputs": [["1", "2"]], "outputs": [["3"]]}).cases == (IOTest("1\n2", "3"),)
+    prime = {"type": "function_call", "fn_name": "f", "input": [1, [2]], "output": ["3"]}
+    assert parse_tests([prime]).cases == (IOTest("[1, [2]]", '["3"]', "f"),)
+    assert parse_tests([{"type": "stdin_stdout", "input": "1", "output": "2"}]).cases == (IOTest("1", "2"),)
+    named = {"input": "1", "output": "2", "testtype": "functional", "metadata": {"func_name": "f"}}
+    assert parse_tests([named, {**named, "testtype": "stdin_stdout"}]).cases == (IOTest("[1]", "2", "f"), IOTest("1", "2"))
     equations = parse_tests(
         ["assert f(1) == 2", "assert -1 == f(2), 'why'", "assert f(3) == sorted([2, 1])", "assert f(4) == (1, {2})"]
     ).snippets
@@ -307,7 +312,7 @@ def test_the_forms_of_tests():
     for wrong in ({"inputs": [1], "outputs": []}, [], {}, "", [{"input": "1", "output": "2", "testtype": "functional"}]):
         with pytest.raises(ValueError):
             parse_tests(wrong)
-    assert same_output("a \nb\n\n", "a\nb") and not same_output("a b", "a\nb")
+    assert same_stdout("a \nb\n\n", "a\nb") and not same_stdout("a b", "a\nb")
     assert same_result("3", "[3]") and same_result("[1]", "[1]") and not same_result("3 ", "4") and not same_result("x", "4")
 
 
