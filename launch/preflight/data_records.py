@@ -7,6 +7,7 @@ time and memory, since a chat template is a program of the model's author. The j
 from __future__ import annotations
 
 import difflib
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,16 @@ def of_judges(environments: Environments, name: str | None) -> list[Fields]:
                 Fields(key, "the judge's prompt", [*filter(None, required)], scorer.kwargs_key, advice="another column")
             )
     return found
+
+
+def of_agents(environments: Environments, name: str | None) -> list[Fields]:
+    """Return the columns that an agent gets, or that its image's path has, for the environment `name`."""
+    if name not in environments or environments[name].kind != "agent":
+        return []
+    arguments, key = environments[name].kwargs, f"env.{name}.kwargs"
+    in_path = re.findall(r"\{(\w+)\}", str((arguments.get("sandbox") or {}).get("image", "")))
+    found = {f"{key}.columns": list(arguments.get("columns") or []), f"{key}.sandbox.image": in_path}
+    return [Fields(at, "the agent", names, key, advice="another column") for at, names in found.items() if names]
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ def problems(
     tokenizer = yield from model_tokenizers.problems(recipe, pending, notes)
     yield from model_tokenizers.teacher_problems(recipe, tokenizer, pending, notes)
     for key, dataset in config.keyed_sets(recipe.data).items() if trains else ():
-        read = *(fields or {}).get(dataset.env_name or "", ()), *data_records.of_judges(recipe.env, dataset.env_name)
+        own, name = (fields or {}).get(dataset.env_name or "", ()), dataset.env_name
+        read = *own, *data_records.of_judges(recipe.env, name), *data_records.of_agents(recipe.env, name)
         yield from _check_dataset(recipe, key, dataset, tokenizer, notes, read, trust)
 
 

@@ -17,6 +17,7 @@ from launch.plan import backend_choice, evaluation, placement
 from launch.plan.estimate import Plan, plan
 from launch.plan.evaluation import EvaluationPlan
 from launch.preflight import (
+    agent_commands,
     architecture,
     container_images,
     data_files,
@@ -267,6 +268,7 @@ def site_problems_of(
         yield from _executor_problems(recipe, chosen, notes)
     yield from installed.sandbox_problems(recipe, chosen.name, notes)
     yield from installed.index_problems(recipe)
+    yield from agent_commands.problems(recipe, chosen.name, notes)
     yield from user_imports.problems(recipe, chosen.name, notes, code)
 
 
