@@ -31,7 +31,7 @@ NO_EFFECT = {
     "UV_CACHE_DIR_OVERRIDE": "not used; ranks use the packages of the image, without uv",
     "DEDICATED_RAY_HEAD": "not used; without Ray no node is reserved for a head. Rank 0 is a train rank",
     "RAY_LOG_SYNC_FREQUENCY": "not used; there are no Ray logs. Ranks write logs into the run folder",
-    "SANDBOX_CONTAINER": "not used; no sandbox container is started. Environments run on the generate ranks",
+    "SANDBOX_CONTAINER": "not used; no sandbox container is started. Environments run in the job itself",
 }
 
 

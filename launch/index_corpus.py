@@ -1,7 +1,7 @@
 r"""Write the index of a corpus, for the tool `search`, with `python launch/index_corpus.py corpus=FILE index=DIR`.
 
 The corpus has one JSON object a line: {"contents": "TITLE\nTEXT"}, as Search-R1's wiki-18, or {"title": ..., "text": ...}. The
-index refers to the corpus, so both must be where all generate nodes see them. It is built in memory. Needs the package bm25s:
+index refers to the corpus, so both must be where all nodes see them. It is built in memory. Needs the package bm25s:
 pip install '.[bm25s]'.
 
 Exit status: 0; 2 if the corpus cannot be read, or the package is missing.

@@ -28,7 +28,7 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     """
     trainers = cuda_variables.for_train_ranks(recipe) if trains(recipe) else {}
     generators = cuda_variables.for_engines(recipe.policy, recipe.cluster.generate)
-    variables = {"train": trainers, "generate": generators, "reward": trainers, "environment": {}}
+    variables = {"train": trainers, "generate": generators, "reward": trainers, "environment": recipe.cluster.generate.env_vars}
     if serves_judge(recipe):
         variables["judge"] = cuda_variables.for_engines(served_judge_policy(recipe), recipe.cluster.judge)
     options = recipe.cluster.sbatch_options

@@ -7,6 +7,7 @@ are not known here, nor the mounts that a site's enroot or Apptainer adds by its
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ from pipeline.config import (
 )
 from pipeline.data import sources
 from pipeline.environments.reward_forms import JUDGE_TOKENIZER
+from pipeline.environments.search_index import NoIndex, corpus_of
 
 MOST_LINKS = 40  # symbolic links in one path: path_resolution(7)
 
@@ -248,6 +250,10 @@ def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike]) -> Iterato
         for key, image in installed.images(recipe).items():
             folder = image if os.path.exists(image) else image.rpartition(":")[0]  # FOLDER:TAG of an OCI layout
             yield RequiredPath(f"the image of {key}", Path(folder or image))
+        for key, index in installed.indexes(recipe).items():
+            yield RequiredPath(f"the index of {key}", index)
+            with contextlib.suppress(NoIndex):  # another check reports it
+                yield RequiredPath(f"the corpus of {key}", corpus_of(index))
     for code in user_imports.code_references(recipe):
         if code.component == name and (folder := user_imports.folder_of(code, recipe)):
             yield RequiredPath(f"the module of {code.key}", folder)

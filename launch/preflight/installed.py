@@ -195,12 +195,17 @@ def _sandboxes(scorer: AnswerScorer) -> Iterator[tuple[str, SandboxArguments]]:
 
 def index_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each tool `search` without the index of a corpus."""
-    for key, _, arguments in tools_of(recipe):
-        if isinstance(arguments, SearchArguments):
-            try:
-                corpus_of(Path(arguments.index))
-            except NoIndex as error:
-                yield Problem(f"{key}.kwargs.index", "file-not-found", str(error))
+    for key, index in indexes(recipe).items():
+        try:
+            corpus_of(index)
+        except NoIndex as error:
+            yield Problem(key, "file-not-found", str(error))
+
+
+def indexes(recipe: Recipe) -> dict[str, Path]:
+    """Return key -> folder of the index of each tool `search`."""
+    found = ((key, arguments) for key, _, arguments in tools_of(recipe) if isinstance(arguments, SearchArguments))
+    return {f"{key}.kwargs.index": Path(arguments.index) for key, arguments in found}
 
 
 def tools_of(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:

@@ -138,7 +138,7 @@ def searched(recipe: Recipe) -> list[Path]:
 
 def _python_path(recipe: Recipe) -> list[str]:
     """Return the folders in PYTHONPATH of the components and of this process."""
-    components = (recipe.cluster.train, recipe.cluster.generate)
+    components = (recipe.cluster.train, recipe.cluster.generate, recipe.cluster.environment)
     variables = [str((component.env_vars or {}).get("PYTHONPATH", "")) for component in components]
     return [folder for text in (*variables, os.environ.get("PYTHONPATH", "")) for folder in text.split(os.pathsep) if folder]
 

@@ -230,7 +230,7 @@ class ClusterConfig:
     judge: ComponentConfig = field(default_factory=_apart)
     """Used only if judge.model_name names a model."""
     environment: EnvironmentComponentConfig = field(default_factory=_environment)
-    """Used only if its nodes are not 0. Its default container is that of cluster.generate."""
+    """Used only if its nodes are not 0. Its default container is that of cluster.generate, whose env_vars apply too."""
     network: NetworkConfig = field(
         default_factory=lambda: NetworkConfig(
             nic_gb_per_s=_of_gpu("train", "nic_gb_per_s"),

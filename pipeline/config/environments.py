@@ -110,7 +110,7 @@ class EnvironmentConfig:
     timeout_s: Annotated[Float, Field(gt=0)] = 10.0
     """Time limit of one turn of an episode, in seconds."""
     workers: Positive | None = None
-    """Turns that each engine scores concurrently. null: the kind's default."""
+    """Turns that each engine scores concurrently, on each environment rank that serves it. null: the kind's default."""
     broken_reward: Annotated[Float, Field(ge=-1e15, le=1e15)] = 0.0
     """Reward of an answer that crashes its environment; of several rewards, their sum. Lower it if your own kind gives wrong
     answers less than 0."""

@@ -1,6 +1,6 @@
 """Tasks of NeMo Gym (https://github.com/NVIDIA-NeMo/Gym), which a resource server scores over HTTP.
 
-Start the server first, as NeMo Gym's pages say, where the generate ranks reach it. A row of its JSONL files is a task:
+Start the server first, as NeMo Gym's pages say, where the nodes of environments reach it. A row of its JSONL files is a task:
 
     data.train: {dataset_name: pipeline.environments.nemo_gym.tasks, messages_key: messages, env_name: calendar,
                  kwargs: {path: train.jsonl}}

@@ -48,7 +48,7 @@ def build(corpus: Path, folder: Path) -> int:
     (folder / CORPUS).unlink(missing_ok=True)  # it comes last, and says that the others are complete
     retriever.save(folder, show_progress=False)
     np.save(folder / LINES, np.array(lines, np.int64))
-    described = {"path": str(corpus.resolve()), "bytes": corpus.stat().st_size}
+    described = {"path": str(corpus.absolute()), "bytes": corpus.stat().st_size}
     (folder / CORPUS).write_text(json.dumps(described))
     return len(lines)
 

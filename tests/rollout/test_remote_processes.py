@@ -2,17 +2,19 @@
 
 import functools
 import os
+import resource
 import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from pipeline.roles.environment_ranks import serving_ranks
 from pipeline.rollout.judges.pool import JudgePool
 from pipeline.rollout.judges.pools import JudgePools
-from pipeline.rollout.judges.remote_process import LOST, ProcessServer, RemoteProcess
+from pipeline.rollout.judges.remote_process import LOST, MOST_UNKNOWN, ProcessServer, RemoteProcess
 from pipeline.sandbox import processes
 from pipeline.store.auth import Refused
 from tests.launch.waiting import alive
@@ -121,12 +123,37 @@ def test_altered_bytes_end_the_process(pool, caplog):
 
 def test_strangers_get_no_process(server):
     before = {*processes.children(os.getpid())}
-    silent = [socket.create_connection(server.address) for _ in range(8)]
+    silent = [socket.create_connection(server.address) for _ in range(MOST_UNKNOWN + 1)]
     with pytest.raises(Refused):
         RemoteProcess.start(server.address, bytes(32), 5.0)
-    assert started_by(before) == []
+    assert started_by(before) == [] and len(server._unknown) <= MOST_UNKNOWN
     for connection in silent:
         connection.close()
+
+
+def test_a_connection_that_cannot_be_accepted_ends_no_server(server, pool, caplog):
+    """The first connection finds no free descriptor."""
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, usual[1]))
+    try:
+        refused = socket.socket()
+        refused.connect_ex(server.address)
+        time.sleep(0.3)
+    except OSError:
+        refused = None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+    assert scenarios.answers(pool("Sums"), scenarios.said("0", prompts(1)[0]))["0"].reward == 1.0
+    if refused:
+        refused.close()
+
+
+def test_a_process_that_cannot_be_started_is_explained(server, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    process = RemoteProcess.start(server.address, KEY, 60)
+    process.begin(scenarios.settings(Path(), "exact_match"), threading.Event())
+    process.wait(30)
+    assert process.has_ended() and f"could not be started on {os.uname().nodename}: " in process.end()
 
 
 def test_every_engine_has_a_rank_and_every_rank_an_engine():

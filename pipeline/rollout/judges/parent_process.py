@@ -24,6 +24,7 @@ from pipeline.rollout.judges.parent import EnvReport
 from pipeline.rollout.judges.sealed_stream import SealedStream
 
 READ_S = 1.0  # for the last reports of a process that has ended
+CLOSING_S = 2 * CLOSE_S + READ_S  # for a process to close its environments
 
 
 class ParentProcess:
@@ -32,7 +33,7 @@ class ParentProcess:
     def __init__(self, pid: int, connection: socket.socket | SealedStream) -> None:
         self.pid, self.connection = pid, connection
         self.status: int | None = None  # once the process has ended
-        self.loaded = False
+        self.loaded = self._closing = False
         self.reports: queue.SimpleQueue[EnvReport | None] = queue.SimpleQueue()  # None: the last one
         self._unsent: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -102,10 +103,16 @@ class ParentProcess:
         self.connection.shutdown(socket.SHUT_RDWR)
         return "does not end" if self.status is None else how_ended(self.status)
 
-    def close(self) -> None:
-        """Let the process close its environments; kill it if it does not end in time."""
-        self.send(EnvCommand())
-        self.wait(2 * CLOSE_S + READ_S)
+    def begin_close(self) -> None:
+        """Let the process close its environments, without waiting."""
+        if not self._closing:
+            self.send(EnvCommand())
+        self._closing = True
+
+    def close(self, within_s: float = CLOSING_S) -> None:
+        """Let the process close its environments; kill it if it does not end in time. It may have begun already."""
+        self.begin_close()
+        self.wait(within_s)
         self.end()
 
     def _poll(self) -> int | None:

@@ -28,7 +28,7 @@ from pipeline.rollout.judges.environment_steps import (
 )
 from pipeline.rollout.judges.judge_process import EnvCommand, EnvReply
 from pipeline.rollout.judges.parent import EnvReport
-from pipeline.rollout.judges.parent_process import ParentProcess
+from pipeline.rollout.judges.parent_process import CLOSING_S, ParentProcess
 
 logger = logging.getLogger(__name__)
 
@@ -154,10 +154,15 @@ class JudgePool:
         if self._held.pop(episode, None) is self._process and self._process is not None:
             self._process.send(EnvCommand(episode=episode))
 
-    def close(self) -> None:
-        """Close the environments."""
+    def begin_close(self) -> None:
+        """Let the environments close, without waiting."""
         if self._process is not None:
-            self._process.close()
+            self._process.begin_close()
+
+    def close(self, within_s: float = CLOSING_S) -> None:
+        """Close the environments; kill their process after `within_s`."""
+        if self._process is not None:
+            self._process.close(within_s)
 
     def _take_reports(self) -> list[tuple[str, StepOutcome | CallFailure]]:
         answers = []

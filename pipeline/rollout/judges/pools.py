@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from pipeline.rollout.function_messages import FunctionCall
 from pipeline.rollout.judges.environment_steps import CallFailure, StepOutcome, StepRequest
+from pipeline.rollout.judges.parent_process import CLOSING_S
 from pipeline.rollout.judges.pool import JudgePool
 
 
@@ -47,6 +48,9 @@ class JudgePools:
         self._of(episode).forget(episode)
 
     def close(self) -> None:
-        """Close the environments of all pools."""
+        """Close the environments of all pools, at once."""
+        deadline = time.monotonic() + CLOSING_S
         for pool in self._pools:
-            pool.close()
+            pool.begin_close()
+        for pool in self._pools:
+            pool.close(max(0.0, deadline - time.monotonic()))

@@ -13,19 +13,21 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from typing import Self
 
 from typing_extensions import override
 
-from pipeline.rollout.judges.group import CLOSE_S
-from pipeline.rollout.judges.parent_process import READ_S, ParentProcess
+from pipeline.rollout.judges.parent_process import CLOSING_S, READ_S, ParentProcess
 from pipeline.rollout.judges.sealed_stream import SealedStream
+from pipeline.sandbox import linux
 from pipeline.store import auth
 
 logger = logging.getLogger(__name__)
 
 MOST_UNKNOWN = 64
-"""Maximum number of connections that have not proven yet that they know the secret. Others are closed, and try again."""
+"""Maximum number of connections that have not proven yet that they know the secret. A newer one ends the oldest."""
+RETRY_S = 0.1  # after a connection that could not be accepted
 PIECE = 1 << 16  # bytes that are passed on at once
 LOST = "was lost: the connection to its environment rank has ended"
 
@@ -38,34 +40,42 @@ class ProcessServer:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._key, self._socket = key, socket.create_server((address, 0), family=family, backlog=4096)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._unknown = threading.BoundedSemaphore(MOST_UNKNOWN)
+        self._unknown: deque[socket.socket] = deque()  # the oldest first
         self._open: set[threading.Thread] = set()
+        self._closed = False
+        linux.raise_open_files()  # each engine takes two
         threading.Thread(target=self._accept, name="environments' server", daemon=True).start()
 
     def close(self) -> None:
         """Accept no more connections, and wait until the processes have closed their environments, within their limit."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        deadline = time.monotonic() + 2 * CLOSE_S + READ_S
+        deadline = time.monotonic() + CLOSING_S
         for thread in list(self._open):
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
+        while not self._closed:
+            try:
                 connection, _ = self._socket.accept()
-                if not self._unknown.acquire(blocking=False):
-                    connection.close()
-                    continue
+                if len(self._unknown) >= MOST_UNKNOWN:
+                    with contextlib.suppress(IndexError, OSError):  # it has proven itself, or is gone
+                        self._unknown.popleft().shutdown(socket.SHUT_RDWR)
+                self._unknown.append(connection)
                 threading.Thread(target=self._serve, args=[connection], name="environments", daemon=True).start()
+            except (OSError, RuntimeError) as error:  # out of descriptors or threads; RuntimeError: of `start`
+                if not self._closed:
+                    logger.warning("a connection of an engine is not accepted: %s", error)
+                    time.sleep(RETRY_S)
 
     def _serve(self, connection: socket.socket) -> None:
-        try:
-            channel = self._authenticate(connection)
-        finally:
-            self._unknown.release()
         with connection:
-            if channel:
+            channel = self._authenticate(connection)
+            if channel is None:
+                with contextlib.suppress(ValueError):
+                    self._unknown.remove(connection)
+            else:
                 this = threading.current_thread()
                 self._open.add(this)
                 try:
@@ -86,15 +96,20 @@ class ProcessServer:
             except auth.AuthenticationError:
                 connection.sendall(auth.REFUSED)
                 return None
+            self._unknown.remove(connection)
             connection.sendall(proof)
             return channel
-        except OSError:
+        except (OSError, ValueError):  # ValueError: `_accept` has ended it
             return None
 
 
 def _pass_on(stream: SealedStream) -> None:
     """Start a process, which ends with this thread, and pass messages between it and the stream until one of them ends."""
-    process = ParentProcess.spawn()
+    try:
+        process = ParentProcess.spawn()
+    except OSError as error:  # out of memory or processes
+        stream.finish(f"could not be started on {os.uname().nodename}: {error}")
+        return
     logger.info("process %d runs the environments of an engine", process.pid)
     connection = process.connection
     assert isinstance(connection, socket.socket)

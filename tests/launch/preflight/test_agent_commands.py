@@ -59,6 +59,7 @@ COMMAND = "env.math.kwargs.command"
         ("{command: [python3, x.py], sandbox: {image: ROOT}}", (COMMAND, "file-not-found")),
         ("{command: [./x.sh], sandbox: {image: ROOT}}", None),
         ("{command: [python3, x.py], sandbox: {image: '/images/{name}.sqsh'}}", None),
+        ("{command: [sh, quiet.sh], sandbox: {image: '/images/{name}.sqsh'}}", (COMMAND, "not-mounted")),
     ],
 )
 def test_what_an_agent_runs_must_exist(found, tmp_path, kwargs, problem):

@@ -37,6 +37,8 @@ def test_slurm_gives_it_whole_nodes_without_gpus(load, tmp_path):
     assert "--nodes=2" in options and "--partition=cpu" in options and "--exclusive" in options
     step = re.search(r"srun .*--het-group=2 .*", script)[0]
     assert "--cpu-bind=none" in step and "gpus" not in step and re.search(r"--container-image=\S*a.sqsh", step)
+    variables = components(load(APART, "cluster.generate.env_vars={A: 1, B: 1}", "cluster.environment.env_vars.B=2"))
+    assert variables["environment"].env_vars == {"A": "1", "B": "2"}
     assert "cpu-bind" not in batch_script(tmp_path, "a", recipe.cluster, components(load(APART))).split("--het-group=1")[0]
 
 
