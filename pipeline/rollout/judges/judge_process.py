@@ -227,9 +227,8 @@ def _failure(stepper: EnvStepper | FunctionStepper, command: EnvCommand, error: 
     trace = encodable("".join(traceback.format_exception(error))[-TRACEBACK_CHARS:])
     if isinstance(error, EpisodeFailed):
         trace = "\n".join(f"{name}:\n{text}" for name, text in failure.notes.items())
-    reply = EnvReply(command.call, None, failure.why, failure.of_answer, stuck=stuck, traceback=trace)
-    reply.notes = failure.notes
-    return reply
+    of_failure: dict[str, Any] = {"traceback": trace, "notes": failure.notes}
+    return EnvReply(command.call, None, failure.why, failure.of_answer, stuck=stuck, **of_failure)
 
 
 def _bound_memory(extra: int) -> None:
