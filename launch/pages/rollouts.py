@@ -196,7 +196,7 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, Any]]:
         facts.append(("turns", len(turns)))
         rewards = " ".join(f"{turn['reward']:g}" for turn in turns if "reward" in turn)
         facts += [("rewards of turns", shorten(rewards, 200))] if rewards else []
-    facts += [(key, shorten(str(record[key]), 200)) for key in ("dataset", "failure") if record.get(key)]
+    facts += [(key, shorten(str(record[key]), 600)) for key in ("dataset", "failure", "broke") if record.get(key)]
     facts += [(key, shorten(text, 200)) for key, text in record.get("notes", {}).items()]
     facts += [(key, _digits(value)) for key, value in record.items() if key not in OWN and isinstance(value, int | float)]
     if isinstance(answer := (record.get("task") or {}).get("answer"), str | int | float):

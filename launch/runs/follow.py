@@ -21,16 +21,18 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.executors.executor import JobStatus, RunJob
-from launch.runs import run_files, startup_stages
+from launch.runs import resources, run_files, startup_stages
 from launch.runs.attempts import AttemptFolder, all_attempts, of_job
 from launch.runs.evaluation_progress import AnswerCounts, evaluates
 from launch.runs.failure_logs import container_failure, failed_log_lines, failed_step, killed_lines, log_end, tail
+from launch.runs.run_folder import RunFolder
 from launch.terminal.rich_console import rich_console
 from launch.terminal.safe_text import plain
 from pipeline.observe.metrics import Reader
+from pipeline.observe.warning_file import LOST_EPISODES
 from pipeline.recipe.problems import RecipeError
 
-FAULT_METRICS = ("train/broke_judge", "train/env_failures", "data/records_dropped")
+FAULT_METRICS = ("train/broke_judge", "train/env_failures", "val/broke_judge", "val/env_failures", "data/records_dropped")
 """Metrics that count failed judges, failed environments and dropped records. They are shown only if they are not 0."""
 SHOWN_METRICS = (
     "train/reward",
@@ -133,7 +135,9 @@ class Follower:
             self._print_events(attempts)
             failed = bool(attempts) and attempts[-1].failure is not None
             status = self.job.status(now=failed or (self.run_dir / "done.json").exists())
-            show(status, self.metrics.new_lines())
+            show(status, lines := self.metrics.new_lines())
+            if lines:
+                self._print_lost_episodes()
             if status.ended:
                 return status
             if deadline is not None and time.monotonic() >= deadline:
@@ -153,6 +157,14 @@ class Follower:
                 if lines and (attempt.name, event) not in self.printed:
                     self.printed.add((attempt.name, event))
                     self._print("\n".join(lines))
+
+    def _print_lost_episodes(self) -> None:
+        """Print why environments lose episodes, each warning once."""
+        for warned in resources.warnings(RunFolder.at(self.run_dir)):
+            event = (warned["check"], str(warned["step"]))
+            if warned["check"].startswith(LOST_EPISODES) and event not in self.printed:
+                self.printed.add(event)
+                self._print(warned.get("message", ""), "yellow")
 
     def _since(self, progress: int) -> str:
         return f"with {progress} answers kept" if evaluates(self.run_dir) else f"from step {progress}"

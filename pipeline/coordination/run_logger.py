@@ -74,7 +74,12 @@ class RunLogger:
         return values
 
     def write_rollouts(self, step: int, groups: list[RolloutGroup], kind: str) -> None:
-        """Write rollouts in a thread, one step after another; all are written before the next checkpoint begins."""
+        """Write rollouts in a thread, one step after another; all are written before the next checkpoint begins.
+
+        Warn if most of them failed. kind: "step" or "val".
+        """
+        if self._learning:
+            self._learning.episodes_ended(step, kind, groups)
         metrics = self.metrics
         if metrics.logs_rollouts:
             tokenizer = self._tokenizer_of_writer

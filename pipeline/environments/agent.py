@@ -17,6 +17,7 @@ The command runs with this user's rights, or in a container of `sandbox: {image:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from pipeline.environments.agent_places import AgentPlace, AgentRun, HostFolder, ImageContainer, find_program
-from pipeline.environments.environment import AgentAccess, AgentEnvironment, EnvironmentContext, Outcome
+from pipeline.environments.environment import AgentAccess, AgentEnvironment, EnvironmentContext, EpisodeFailed, Outcome
 from pipeline.environments.shell_tool import ShellArguments, ShellTool
 from pipeline.recipe.problems import Problem
 from pipeline.recipe.values import MISSING, Float, Positive, Text
@@ -36,7 +37,8 @@ from pipeline.types import REWARDS, is_reward
 if TYPE_CHECKING:
     from pipeline.types import Prompt
 
-NOTE_BYTES = 2000
+STDERR_CHARACTERS = 4000
+"""Characters of the end of stderr that a rollout's notes have."""
 SECRETS = ("answer", "record")
 """Entries of a task that an agent does not get: what its answer is judged by."""
 OF_EPISODES = {"wall_s": "episode_s", "session_s": "episode_s", "output_bytes": "output_bytes"}
@@ -125,7 +127,7 @@ class Agent(AgentEnvironment):
 
     @override
     async def play(self, prompt: Prompt, access: AgentAccess, seed: int) -> Outcome:
-        """Run the agent and return its reward. Raises RuntimeError or TimeoutError for an agent that fails."""
+        """Run the agent and return its reward. Raises EpisodeFailed for an agent that fails, with the end of its stderr."""
         arguments = self._arguments
         place: AgentPlace = HostFolder(access, arguments.files, arguments.output_bytes)
         if arguments.sandbox:
@@ -134,9 +136,13 @@ class Agent(AgentEnvironment):
             place = ImageContainer(access, self._sandbox, image, arguments.files)
         try:
             async with asyncio.timeout(arguments.episode_s), place:
-                return await self._run(prompt, place, seed)
-        except TimeoutError:
-            raise TimeoutError(f"the agent took more than {arguments.episode_s:g} s (episode_s)") from None
+                outcome = await self._run(prompt, place, seed)
+        except (TimeoutError, EpisodeFailed) as error:
+            if isinstance(error, TimeoutError):
+                error = EpisodeFailed(f"the command took more than {arguments.episode_s:g} s (episode_s)")
+            error.notes |= _notes(place)
+            raise error from None
+        return replace(outcome, notes={**outcome.notes, **_notes(place)})
 
     async def _run(self, prompt: Prompt, place: AgentPlace, seed: int) -> Outcome:
         arguments = self._arguments
@@ -146,30 +152,37 @@ class Agent(AgentEnvironment):
         variables = {**place.access.variables, "HETSTEP_SEED": str(seed), **arguments.variables}
         ran = await place.run(self._command, task, variables)
         if arguments.reward == "exit":
-            return _outcome(1.0 if ran.status == 0 else 0.0, {}, ran.errors)
-        _check_status("the agent", ran)
+            return Outcome(1.0 if ran.status == 0 else 0.0)
+        _check_status("the command", ran, place)
         if arguments.reward == "judge":
             assert self._judge
             return await asyncio.to_thread(lambda judge: judge.step(judge.reset(prompt), ran.output.strip()), self._judge)
         if arguments.reward == "file":
-            return _read_reward(await place.read(arguments.reward_file), arguments.reward_file, ran.errors)
+            return _read_reward(await self._read(place, arguments.reward_file), arguments.reward_file)
         if arguments.reward == "command":
             ran = await place.run(self._score, {**prompt.task, "output": ran.output}, arguments.variables, shown=False)
-            _check_status("score", ran)
-        return _read_reward(_last_line(ran.output), "the last line", ran.errors)
+            _check_status("the command `score`", ran, place)
+        return _read_reward(_last_line(ran.output), "the last line")
+
+    async def _read(self, place: AgentPlace, name: str) -> str:
+        try:
+            return await place.read(name)
+        except (OSError, ValueError) as error:
+            raise EpisodeFailed(f"{name}: the command left no text there: {error}") from None
 
 
 def _filled(image: str, record: dict[str, Any]) -> str:
-    """Return the path of an image with a record's columns in it. Raises ValueError if the record lacks one."""
+    """Return the path of an image with a record's columns in it. Raises EpisodeFailed if the record lacks one."""
     try:
         return image.format_map(record)
     except (LookupError, ValueError) as error:
-        raise ValueError(f"sandbox.image: got {image}; expected columns of the record: {', '.join(record)}: {error}") from None
+        got = f"sandbox.image: got {image}; expected columns of the record: {', '.join(record)}: {error}"
+        raise EpisodeFailed(got, of_answer=False) from None
 
 
-def _check_status(who: str, ran: AgentRun) -> None:
+def _check_status(who: str, ran: AgentRun, place: AgentPlace) -> None:
     if ran.status != 0:
-        raise RuntimeError(f"{who} ended with status {ran.status}: {_last_line(ran.errors) or 'it printed no error'}")
+        raise EpisodeFailed(f"{who} exited with status {ran.status}: {_last_line(place.errors) or 'it printed no error'}")
 
 
 def _last_line(text: str) -> str:
@@ -177,8 +190,8 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def _read_reward(text: str, source: str, errors: str) -> Outcome:
-    """Return the outcome that a text states. Raises ValueError if it states none."""
+def _read_reward(text: str, source: str) -> Outcome:
+    """Return the outcome that a text states. Raises EpisodeFailed if it states none."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -186,11 +199,12 @@ def _read_reward(text: str, source: str, errors: str) -> Outcome:
     reward, metrics = (value.get("reward"), value.get("metrics") or {}) if isinstance(value, dict) else (value, {})
     if isinstance(reward, bool):
         reward = float(reward)
-    if not isinstance(reward, int | float) or not is_reward(reward):
-        raise ValueError(f'{source}: got {text[:80]!r}; expected {REWARDS}, or {{"reward": NUMBER, "metrics": {{...}}}}')
-    return _outcome(float(reward), {str(name): float(number) for name, number in metrics.items()}, errors)
+    if isinstance(reward, int | float) and is_reward(reward):
+        with contextlib.suppress(AttributeError, TypeError, ValueError):
+            return Outcome(float(reward), {str(name): float(number) for name, number in metrics.items()})
+    expected = f'{REWARDS}, or {{"reward": NUMBER, "metrics": {{NAME: NUMBER}}}}'
+    raise EpisodeFailed(f"{source} of the command: got {text[:80]!r}; expected {expected}")
 
 
-def _outcome(reward: float, metrics: dict[str, float], errors: str) -> Outcome:
-    notes = {"stderr": errors[-NOTE_BYTES:]} if errors.strip() else {}
-    return Outcome(reward, metrics, notes=notes)
+def _notes(place: AgentPlace) -> dict[str, str]:
+    return {"stderr": place.errors[-STDERR_CHARACTERS:]} if place.errors.strip() else {}

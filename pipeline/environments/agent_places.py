@@ -18,7 +18,7 @@ from typing import IO, Any, Protocol, Self
 
 from typing_extensions import override
 
-from pipeline.environments.environment import AgentAccess
+from pipeline.environments.environment import AgentAccess, EpisodeFailed
 from pipeline.environments.episode_folder import EpisodeFolder
 from pipeline.sandbox import linux, processes
 from pipeline.sandbox.container import Container, ContainerEndpoint
@@ -36,7 +36,6 @@ class AgentRun:
 
     status: int
     output: str  # of stdout
-    errors: str  # of stderr
 
 
 class AgentPlace(Protocol):
@@ -44,6 +43,8 @@ class AgentPlace(Protocol):
 
     access: AgentAccess
     """How a command reaches the policy from there."""
+    errors: str
+    """What the latest command has printed to stderr."""
 
     async def __aenter__(self) -> Self:
         """Make the place."""
@@ -55,7 +56,7 @@ class AgentPlace(Protocol):
 
     @abstractmethod
     async def run(self, command: list[str], task: dict[str, Any], variables: dict[str, str], shown: bool = True) -> AgentRun:
-        """Run a command to its end, with the task on stdin and, if `shown`, in a file. Raises RuntimeError if it floods."""
+        """Run a command to its end, with the task on stdin and, if `shown`, in a file. Raises EpisodeFailed if it floods."""
         ...
 
     @abstractmethod
@@ -72,6 +73,12 @@ class HostFolder(AgentPlace):
 
     def __init__(self, access: AgentAccess, files: str | None, output_bytes: int) -> None:
         self.access, self._files, self._output_bytes = access, files, output_bytes
+        self._printed = _Printed(output_bytes)
+
+    @property
+    @override
+    def errors(self) -> str:
+        return self._printed.stderr.decode(errors="replace")
 
     @override
     async def __aenter__(self) -> Self:
@@ -103,7 +110,7 @@ class HostFolder(AgentPlace):
         elif HostFolder.playing == 1:
             _end_descendants()  # what an earlier command has left could read the task
         path = {"PATH": _path(), "PYTHONPATH": os.pathsep.join(_own_folders())}
-        output = _Printed(self._output_bytes)
+        output = self._printed = _Printed(self._output_bytes)
         with tempfile.TemporaryFile() as stdin:
             stdin.write(content.encode())
             stdin.seek(0)
@@ -133,7 +140,7 @@ class HostFolder(AgentPlace):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)
             status = program.wait()
-        return AgentRun(status, output.stdout.decode(errors="replace"), output.stderr.decode(errors="replace"))
+        return AgentRun(status, output.stdout.decode(errors="replace"))
 
 
 class ImageContainer(AgentPlace):
@@ -142,6 +149,7 @@ class ImageContainer(AgentPlace):
     def __init__(self, access: AgentAccess, sandbox: Sandbox, image: str, files: str | None) -> None:
         self.access = AgentAccess(f"http://127.0.0.1:{PORT}", access.key)
         self._socket, self._sandbox, self._image, self._files = access.socket, sandbox, image, files
+        self.errors = ""
 
     @override
     async def __aenter__(self) -> Self:
@@ -168,9 +176,10 @@ class ImageContainer(AgentPlace):
             await asyncio.to_thread(self._container.write_file, f"/tmp/{TASK}", content)
             variables = {"HETSTEP_TASK_FILE": f"/tmp/{TASK}", **variables}
         ran = await asyncio.to_thread(self._container.run, command, content, None, None, variables)
+        self.errors = ran.stderr.decode(errors="replace")
         if ran.ended_by not in ("exit", "closed") and not ran.ended_by.startswith("signal"):
-            raise RuntimeError(f"the agent exceeded a limit of its container: {ran.ended_by}")
-        return AgentRun(ran.status, ran.stdout.decode(errors="replace"), ran.stderr.decode(errors="replace"))
+            raise EpisodeFailed(f"the command exceeded a limit of its container: {ran.ended_by}")
+        return AgentRun(ran.status, ran.stdout.decode(errors="replace"))
 
 
 class _Printed:
@@ -180,7 +189,7 @@ class _Printed:
         self.stdout, self.stderr, self._most = bytearray(), bytearray(), most
 
     async def read(self, pipe: IO[bytes], into: bytearray) -> None:
-        """Read a pipe to its end. Raises RuntimeError if the program prints too much."""
+        """Read a pipe to its end. Raises EpisodeFailed if the program prints too much."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
@@ -188,7 +197,7 @@ class _Printed:
             while chunk := await reader.read(CHUNK):
                 into += chunk
                 if len(self.stdout) + len(self.stderr) > self._most:
-                    raise RuntimeError(f"the agent printed more than {self._most} bytes (output_bytes)")
+                    raise EpisodeFailed(f"the command printed more than {self._most} bytes (output_bytes)")
         finally:
             transport.close()
 

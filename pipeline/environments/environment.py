@@ -32,6 +32,18 @@ class Unjudged(RuntimeError):
     """Raised if no answer could be judged: for example, a service is down, or the task has no expected answer."""
 
 
+class EpisodeFailed(RuntimeError):
+    """Raised if an episode fails in a way that an environment knows. Reports show the message alone, without a traceback.
+
+    notes: texts that the rollout shows, see `Outcome`. of_answer: False for a failure that no answer can cause, as `Unjudged`.
+    """
+
+    def __init__(self, message: str, of_answer: bool = True) -> None:
+        super().__init__(message)
+        self.of_answer = of_answer
+        self.notes: dict[str, str] = {}
+
+
 class ProcessStuck(RuntimeError):
     """Raised if calls hang in a judge, which must then be replaced. caused_by_answer: True if an answer is the cause."""
 

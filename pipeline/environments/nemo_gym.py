@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import httpx
 from typing_extensions import override
 
-from pipeline.environments.environment import AgentAccess, AgentEnvironment, EnvironmentContext, Outcome, Unjudged
+from pipeline.environments.environment import AgentAccess, AgentEnvironment, EnvironmentContext, EpisodeFailed, Outcome
 from pipeline.recipe.values import MISSING, Check, Positive, Text
 
 if TYPE_CHECKING:
@@ -107,10 +107,11 @@ class NemoGym(AgentEnvironment):
 
     @override
     async def play(self, prompt: Prompt, access: AgentAccess, seed: int) -> Outcome:
-        """Play a task. Raises Unjudged if the server is down or dies, and RuntimeError for a reply that it should not give."""
+        """Play a task. Raises EpisodeFailed if the server is down or dies, and for a reply that it should not give."""
         row = prompt.task["record"].get("row")
         if row is None:
-            raise ValueError("the record has no `row`; expected data.train.dataset_name=pipeline.environments.nemo_gym.tasks")
+            expected = "data.train.dataset_name=pipeline.environments.nemo_gym.tasks"
+            raise EpisodeFailed(f"the record has no `row`; expected {expected}", of_answer=False)
         async with (
             httpx.AsyncClient(timeout=self._timeout_s, limits=NO_IDLE) as server,
             httpx.AsyncClient(timeout=None, trust_env=False, headers={"Authorization": f"Bearer {access.key}"}) as policy,
@@ -144,7 +145,7 @@ class _Episode:
                 self._said.append({"type": "function_call_output", "call_id": call["call_id"], "output": output})
         reply = await self._post("verify", {**self._row, "response": {**answer, "output": self._said, "usage": None}})
         if "reward" not in reply:
-            raise RuntimeError(f"{self._url}/verify: got a reply without `reward`")
+            raise EpisodeFailed(f"{self._url}/verify: got a reply without `reward`")
         return Outcome(float(reply["reward"]), self._metrics(reply))
 
     async def step_by_step(self, steps: Any) -> Outcome:
@@ -166,7 +167,7 @@ class _Episode:
         """Return the policy's answer, a response of the Responses API, and keep its items."""
         reply = await self._policy.post(self._ask, json={**self._parameters, "input": [*self._input, *self._said]})
         if reply.is_error:
-            raise RuntimeError(f"the policy's endpoint: {reply.status_code}: {reply.text[:500]}")
+            raise EpisodeFailed(f"the policy's endpoint: {reply.status_code}: {reply.text[:500]}")
         answer = reply.json()
         self._said += answer["output"]
         return answer
@@ -182,7 +183,7 @@ class _Episode:
     async def _post(self, route: str, body: Any) -> dict[str, Any]:
         reply = await self._send(route, body)
         if reply.is_error:
-            raise RuntimeError(f"{reply.url}: {reply.status_code}: {reply.text[:500]}")
+            raise EpisodeFailed(f"{reply.url}: {reply.status_code}: {reply.text[:500]}")
         return reply.json()
 
     async def _send(self, route: str, body: Any) -> httpx.Response:
@@ -190,9 +191,9 @@ class _Episode:
         try:
             reply = await self._server.post(url, json=body)
         except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout) as error:
-            raise Unjudged(f"{url}: the server is down: {error or type(error).__name__}") from error
+            raise EpisodeFailed(f"{url}: the server is down: {error or type(error).__name__}", of_answer=False) from error
         if reply.status_code in UNREACHED:
-            raise Unjudged(f"{url}: the server is down: status {reply.status_code}")
+            raise EpisodeFailed(f"{url}: the server is down: status {reply.status_code}", of_answer=False)
         return reply
 
     def _metrics(self, reply: dict[str, Any]) -> dict[str, float]:

@@ -10,14 +10,16 @@ client reads the endpoint from `client.base_url` and `client.api_key`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from pipeline.environments.environment import AgentAccess, AgentEnvironment, EnvironmentContext, Outcome
+from pipeline.environments.environment import AgentAccess, AgentEnvironment, EnvironmentContext, EpisodeFailed, Outcome
 from pipeline.recipe import user_code
 from pipeline.recipe.values import MISSING, Text
 from pipeline.types import REWARDS
@@ -58,17 +60,20 @@ class PythonAgent(AgentEnvironment):
 
     @override
     async def play(self, prompt: Prompt, access: AgentAccess, seed: int) -> Outcome:
-        """Call the function. Raises what it raises, and TypeError if it returns no reward."""
+        """Call the function. Raises what it raises, and EpisodeFailed if it returns no reward."""
         async with self._client(base_url=f"{access.url}/v1", api_key=access.key, max_retries=0, timeout=None) as client:
             result = await self._function(client, dict(prompt.task), **self._kwargs)
         if isinstance(result, Outcome):
             return result
-        if isinstance(result, Mapping) and result.keys() & {"reward", "rewards"}:
-            of_turns = tuple(map(float, result.get("rewards") or ()))
-            return Outcome(float(result.get("reward", sum(of_turns))), dict(result.get("metrics") or {}), of_turns=of_turns)
         if isinstance(result, int | float):
             return Outcome(float(result))
-        raise TypeError(f"it returned a {type(result).__name__}; expected {REWARDS}, a mapping with `reward`, or an Outcome")
+        if isinstance(result, Mapping) and result.keys() & {"reward", "rewards"}:
+            with contextlib.suppress(TypeError, ValueError):
+                of_turns = tuple(map(float, result.get("rewards") or ()))
+                metrics = {str(name): float(value) for name, value in dict(result.get("metrics") or {}).items()}
+                return Outcome(float(result.get("reward", sum(of_turns))), metrics, of_turns=of_turns)
+        expected = f"{REWARDS}, {{reward or rewards, metrics}} of numbers, or an Outcome"
+        raise EpisodeFailed(f"the function returned {reprlib.repr(result)}; expected {expected}")
 
 
 def problem(function: Any, kwargs: Mapping[str, Any]) -> str | None:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from pipeline.environments.environment import AgentAccess, AgentEnvironment, EnvironmentContext, Outcome
+from pipeline.environments.environment import AgentAccess, AgentEnvironment, EnvironmentContext, EpisodeFailed, Outcome
 from pipeline.recipe.values import MISSING, Text
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Verifiers(AgentEnvironment):
 
     @override
     async def play(self, prompt: Prompt, access: AgentAccess, seed: int) -> Outcome:
-        """Play a task. Raises ValueError if its messages are not the prompt's, and RuntimeError if it ends with errors."""
+        """Play a task. Raises EpisodeFailed if its messages are not the prompt's, or if it ends with errors."""
         import verifiers.v1 as vf  # pyright: ignore[reportMissingImports] optional package
         from verifiers.v1.clients import ModelContext  # pyright: ignore[reportMissingImports] as above
 
@@ -98,7 +98,7 @@ class Verifiers(AgentEnvironment):
         if _first_messages(task.data) != [
             {"role": message["role"], "content": message["content"]} for message in prompt.task["messages"]
         ]:
-            raise ValueError(
+            raise EpisodeFailed(
                 "the task's first messages differ from the prompt; expected the same `taskset` and `config` in env and data"
             )
         variable = f"HETSTEP_KEY_{uuid.uuid4().hex}"  # the package reads keys from variables alone
@@ -113,7 +113,7 @@ class Verifiers(AgentEnvironment):
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             stops = [f"ended by {trace.stop_condition}" for trace in episode.traces if not trace.ok]
-            raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "; ".join(stops))
+            raise EpisodeFailed("; ".join(f"{error.type}: {error.message}" for error in errors) or "; ".join(stops))
         return _outcome(episode.traces)
 
 

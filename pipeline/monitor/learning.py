@@ -7,6 +7,8 @@ cut or get equal rewards by chance. But a run should warn within minutes, not ho
 A step without a signal is no error. Its loss and gradient are 0, as in NeMo-RL and verl, whose means over no tokens are 0 too:
 a policy may find its first reward after many steps, and a batch may have no token to learn from.
 
+Another warning needs one step or validation alone: `lost_episodes`.
+
 These warnings do not depend on `logger.monitor.period_s`.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ import numpy as np
 from pipeline import config
 from pipeline.algorithms.sections import RewardedConfig
 from pipeline.config import Recipe
-from pipeline.observe.warning_file import AGAIN_STEPS, append, cleared_line, warning
+from pipeline.observe.warning_file import AGAIN_STEPS, LOST_EPISODES, append, cleared_line, warning
 from pipeline.types import Rollout, RolloutGroup, Sample
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ SHOWN_TOKENS, SHOWN_CHARACTERS = 40, 60
 """Maximum tokens and characters of the end of a prompt or an answer that a warning shows; of an error, of each end."""
 UNMATCHED = 0.1
 """Share of an agent's answers in histories that are encoded again, from which on a warning is given."""
+LOST = 0.5
+"""Share of an environment's episodes of a step that break or are left out, from which on a warning is given."""
 SAME = 1e-5
 """Rewards count as equal if they differ by less than this, relative to the largest: float32 rewards differ by rounding."""
 
@@ -99,19 +103,6 @@ def _quote(text: str, head: int = 0) -> str:
 
 
 Sign = Callable[[Sequence[StepSummary], RunReader], str]
-
-
-def unscored_answers(steps: Sequence[StepSummary], reader: RunReader) -> str:
-    """Return a message if at least half of the answers have no score, because they could not be judged."""
-    failed = int(sum(step.values.get("train/env_failures", 0) for step in steps))
-    answers = failed + sum(len(step.rollouts) for step in steps)
-    if not failed or 2 * failed < answers:
-        return ""
-    causes = (rollout.failure for group in reader.groups for rollout in group.rollouts if rollout.has_failed)
-    cause = next((f" The first cause in the last step: {_quote(cause, SHOWN_CHARACTERS)}" for cause in causes), "")
-    return (
-        f"{failed} of {answers} answers of the last {len(steps)} steps have no score, and nothing is learned from them.{cause}"
-    )
 
 
 def cut_answers(steps: Sequence[StepSummary], reader: RunReader) -> str:
@@ -222,8 +213,29 @@ def old_weights(steps: Sequence[StepSummary], reader: RunReader) -> str:
     )
 
 
-OF_ANSWERS: tuple[Sign, ...] = (unscored_answers, cut_answers, empty_answers, equal_rewards, no_advantage)
+OF_ANSWERS: tuple[Sign, ...] = (cut_answers, empty_answers, equal_rewards, no_advantage)
 SIGNS = (*OF_ANSWERS, rewritten_histories, no_trained_token, no_gradient, old_weights)
+
+
+def lost_episodes(when: str, groups: Sequence[RolloutGroup]) -> dict[str, str]:
+    """Return environment -> message, for environments of which at least LOST of the episodes broke or were left out.
+
+    when: names the step or the validation of the episodes.
+    """
+    episodes: dict[str, list[Rollout]] = {}
+    for group in groups:
+        episodes.setdefault(group.prompt.environment, []).extend(group.rollouts)
+    messages = {}
+    for name, rollouts in episodes.items():
+        left_out = [rollout.failure for rollout in rollouts if rollout.has_failed]
+        broken = [rollout.broke for rollout in rollouts if rollout.broke]
+        if (left_out or broken) and len(left_out) + len(broken) >= LOST * len(rollouts):
+            counts = {"were left out": len(left_out), "broke and count as wrong": len(broken)}
+            said = " and ".join(f"{count} {what}" for what, count in counts.items() if count)
+            cause = Counter([*left_out, *broken]).most_common(1)[0][0]
+            who = f"env.{name}" if name else "the reward model"
+            messages[name] = f"{who}: of {len(rollouts)} episodes of {when}, {said}: {cause}"
+    return messages
 
 
 class LearningMonitor:
@@ -240,6 +252,20 @@ class LearningMonitor:
     def note_learning(self, samples: Sequence[Sample], estimates: bool) -> None:
         """Remember the samples on which the train ranks learn in this step. estimates: whether they compute the advantages."""
         self._samples, self._estimates = samples, estimates
+
+    def episodes_ended(self, step: int, kind: str, groups: Sequence[RolloutGroup]) -> None:
+        """Warn of environments that lose episodes, each at most once in AGAIN_STEPS. kind: "step" or "val"."""
+        try:
+            when = f"step {step}" if kind == "step" else f"the validation after step {step}"
+            for name, message in lost_episodes(when, groups).items():
+                check = f"{LOST_EPISODES} of {name}, {kind}"
+                if step - self._given.get(check, -AGAIN_STEPS) >= AGAIN_STEPS:
+                    self._given[check] = step
+                    place = f"; see rollouts/{kind}_{step:06d}.jsonl" if self._recipe.logger.num_rollouts_to_log != 0 else ""
+                    logger.warning("%s%s", message, place)
+                    append(self._file, [warning(step, check, 0, "", message + place)])
+        except Exception:
+            logger.exception("the episodes of step %d are not checked for failures; the run goes on", step)
 
     def step_ended(self, step: int, values: Mapping[str, float], groups: Sequence[RolloutGroup] | None) -> None:
         """Check a step, and write the warnings that begin to hold, still hold after AGAIN_STEPS, or hold no longer."""

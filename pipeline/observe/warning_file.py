@@ -19,6 +19,8 @@ FILE = Path("resources/warnings.jsonl")
 """Path of the warnings in an attempt's folder."""
 MEMORY_CHECKS = ("full_memory", "host_leak")
 """Checks of `pipeline/monitor/resource_warnings.py` that warn of host memory."""
+LOST_EPISODES = "lost_episodes"
+"""Beginning of the names of checks whose warnings the terminal shows too."""
 AGAIN_STEPS = 20
 """Number of steps after which a warning that still holds is repeated."""
 

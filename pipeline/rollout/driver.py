@@ -300,10 +300,10 @@ class EpisodeDriver:
         """Return the rollout of an episode whose call has failed."""
         why = f"{function}: {failure.why}" if function else failure.why
         if isinstance(episode, FunctionEpisode) and episode.is_agent and not episode.has_said:
-            return episode.failed_rollout(NOTHING_SAID if episode.cut else why)
+            return episode.failed_rollout(NOTHING_SAID if episode.cut else why, failure.notes)
         if failure.of_answer:
-            return episode.broken_rollout(why, self._broken_rewards.get(episode.prompt.environment, 0.0))
-        return episode.failed_rollout(why)
+            return episode.broken_rollout(why, self._broken_rewards.get(episode.prompt.environment, 0.0), failure.notes)
+        return episode.failed_rollout(why, failure.notes)
 
     def _continue(self, episode: Episode, outcome: StepOutcome) -> None:
         """Continue an episode, or end it. Rewards of all turns add up; metrics are those of the last turn."""
@@ -365,7 +365,8 @@ class EpisodeDriver:
         """Draw what a function asks for, give it the completions that it lacks, or end its episode."""
         self._awaited.discard(episode)
         if isinstance(outcome, CallFailure):
-            self._end_function(episode, self._without_outcome(episode, outcome, episode.function))
+            function = "" if episode.is_agent else episode.function  # messages name the agent
+            self._end_function(episode, self._without_outcome(episode, outcome, function))
             return
         assert outcome.function is not None
         if outcome.over:

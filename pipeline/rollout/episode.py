@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -150,13 +150,13 @@ class Episode:
         turns = (*earlier_turns, replace(last_turn, completion=completion, observation=NO_OBSERVATION))
         return Rollout(turns, self.reward, self.metrics, extracted=self.extracted, notes=self.notes)
 
-    def failed_rollout(self, cause: str) -> Rollout:
+    def failed_rollout(self, cause: str, notes: Mapping[str, str] | None = None) -> Rollout:
         """Return the rollout of an episode that failed for a reason other than its answers. It is not trained on."""
-        return self._ended(0.0, failure=cause)
+        return self._ended(0.0, failure=cause, notes=dict(notes or {}))
 
-    def broken_rollout(self, cause: str, reward: float) -> Rollout:
+    def broken_rollout(self, cause: str, reward: float, notes: Mapping[str, str] | None = None) -> Rollout:
         """Return the rollout of an episode whose answer broke its environment. Rewards of its earlier turns do not count."""
-        return self._ended(reward, broke=cause)
+        return self._ended(reward, broke=cause, notes=dict(notes or {}))
 
     def _ended(self, reward: float, **fields: Any) -> Rollout:
         played = self._played()

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from pipeline.environments.environment import Unjudged
+from pipeline.environments.environment import EpisodeFailed
 from pipeline.environments.nemo_gym import tasks
 from pipeline.recipe.problems import RecipeError
 from pipeline.types import Prompt
@@ -190,12 +190,12 @@ def test_a_server_that_dies_in_a_request(tmp_path, route, how):
 
     application = counter()
     application.middlewares.append(dies)
-    with serving(application) as url, pytest.raises(Unjudged, match=f"{url}/{route}: the server is down: .+"):
+    with serving(application) as url, pytest.raises(EpisodeFailed, match=f"{url}/{route}: the server is down: .+"):
         play(made("nemo_gym", url=url), prompt(tmp_path, ROW), [("increment_counter", {"count": 3}), "6"])
 
 
 def test_faults(tmp_path):
-    with pytest.raises(Unjudged, match=r"127\.0\.0\.1:9"):
+    with pytest.raises(EpisodeFailed, match=r"127\.0\.0\.1:9"):
         play(made("nemo_gym", url="http://127.0.0.1:9"), prompt(tmp_path, ROW), [])
     with pytest.raises(ValueError, match=r"row 0: expected `responses_create_params`"):
         prompt(tmp_path, {"input": "x"})

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.environments.environment import EpisodeFailed
 from pipeline.environments.verifiers import Verifiers, tasks
 from pipeline.recipe.problems import RecipeError
 from pipeline.types import Prompt
@@ -74,7 +75,7 @@ def test_a_tool(sums):
 @installed
 def test_a_prompt_of_another_task_is_refused(sums):
     other = prompt(2)
-    with pytest.raises(ValueError, match="first messages differ from the prompt"):
+    with pytest.raises(EpisodeFailed, match="first messages differ from the prompt"):
         play(sums(), Prompt(0, other.tokens, "hub", {**other.task, "answer": "3"}), ["4"])
 
 

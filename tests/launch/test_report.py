@@ -200,17 +200,19 @@ def test_several_turns_are_listed_and_many_without_the_middle_ones(tmp_path):
         record,
         record | {"turns": [turn | {"reward": 0.5} for turn in turns[:2]]},
         record | {"turns": turns, "failure": "it hung", "dataset": "tools"},
+        record | {"reward": 0.0, "broke": "the command exited with status 1: KeyError: 'nothere'"},
     ]
     (run / "rollouts").mkdir()
     (run / "rollouts/step_000001.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     (samples,) = Page(written(run, f"out={tmp_path / 'r.html'}")).data("samples-data")
-    single, few, many = samples["files"][0]["samples"]
+    single, few, many, broken = samples["files"][0]["samples"]
     assert single["completion"] == "ab" and "turns" not in single
     assert [told for _, told in few["turns"]] == ["told 0", "told 1"] and "completion" not in few
     assert dict(few["facts"])["rewards of turns"] == "0.5 0.5"
     assert len(many["turns"]) == 21 and many["turns"][10][0] == "… 20 turns are left out here …"
     assert many["turns"][9][1] == "told 9" and many["turns"][-1][0].startswith("say 39 ")
     assert dict(many["facts"]) == {"finish": "stop", "tokens": 2, "turns": 40, "dataset": "tools", "failure": "it hung"}
+    assert dict(broken["facts"])["broke"].endswith("status 1: KeyError: 'nothere'")
 
 
 @pytest.mark.parametrize(("shared", "gpus"), [(True, 16), (False, 24)])

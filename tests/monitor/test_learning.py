@@ -14,7 +14,7 @@ from pipeline import algorithms, config
 from pipeline.algorithms.reductions import masked_share
 from pipeline.config import RECIPES
 from pipeline.monitor.learning import SHOWN_CHARACTERS, STEPS, LearningMonitor
-from pipeline.observe.warning_file import AGAIN_STEPS
+from pipeline.observe.warning_file import AGAIN_STEPS, LOST_EPISODES
 from pipeline.types import Completion, GlobalCounts, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 from tests.end_to_end.runs import LOCAL, submit
 
@@ -41,10 +41,11 @@ class Run:
     def steps(self, make, count: int = STEPS, **values: float) -> list[str]:
         """Make steps, and return the signs that now hold."""
         for _ in range(count):
-            prompts = [Prompt(i, QUESTION, "", {"answer": "15"}) for i in range(2)]
+            prompts = [Prompt(i, QUESTION, "sums", {"answer": "15"}) for i in range(2)]
             groups = [RolloutGroup(each, tuple(make(each.index, j, self.step) for j in range(4))) for each in prompts]
             self.step += 1
             self.monitor.note_learning(self.algorithm.compute_advantages(groups), self.algorithm.needs.estimates)
+            self.monitor.episodes_ended(self.step, "step", groups)
             self.monitor.step_ended(self.step, {"train/lr": 1e-3, "train/grad_norm": 1.0, **values}, groups)
         return self.holding()
 
@@ -66,18 +67,21 @@ def test_a_run_that_learns_gives_no_warning(tmp_path):
     assert Run(tmp_path).steps(good, 2 * AGAIN_STEPS) == []
 
 
-def test_answers_that_could_not_be_judged(tmp_path):
-    run, failing = Run(tmp_path), "Unjudged: no score in the last line of the reply"
+def lost(i: int, j: int, step: int) -> Rollout:
+    """Return a rollout of which half are lost: of a group of four, one was left out, and one broke."""
+    return rollout("15", 0.0, failure="no board" if j == 0 else "", broke="status 1" if j == 1 else "", version=step)
 
-    def some(i: int, j: int, step: int) -> Rollout:
-        return rollout("15", 0.0, failure=failing) if j < 2 else good(i, j, step)
 
-    assert run.steps(some, **{"train/env_failures": 4.0}) == ["unscored_answers"]
-    assert (
-        "12 of 24 answers of the last 3 steps have no score" in run.lines()[0]["message"]
-        and failing in run.lines()[0]["message"]
-    )
-    assert run.steps(good, **{"train/env_failures": 0.0}) == []
+def test_episodes_that_are_left_out_or_broken_are_named_at_once_and_not_at_every_step(tmp_path):
+    run = Run(tmp_path)
+    assert run.steps(lambda i, j, step: lost(i, j + (j == 1), step), 1) == []  # less than half
+    assert run.steps(lost, AGAIN_STEPS - 1)[0] == f"{LOST_EPISODES} of sums, step"
+    first, *others = [line["message"] for line in run.lines() if line["check"].startswith(LOST_EPISODES)]
+    said = "2 were left out and 2 broke and count as wrong: no board; see rollouts/step_000002.jsonl"
+    assert first == f"env.sums: of 8 episodes of step 2, {said}" and not others
+    run.monitor.episodes_ended(0, "val", [RolloutGroup(Prompt(0, QUESTION, "sums", {}), (lost(0, 1, 0),))])
+    said = "1 broke and count as wrong: status 1; see rollouts/val_000000.jsonl"
+    assert run.lines()[-1]["message"] == f"env.sums: of 1 episodes of the validation after step 0, {said}"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +140,8 @@ def test_equal_rewards_show_both_ends_of_an_error(tmp_path):
     error = f"step raised TypeError: {'unsupported operands, ' * 20}'int' and 'str' at /home/me/my_reward.py:3"
     run = Run(tmp_path)
     run.steps(lambda i, j, step: rollout("15", 0.0, version=step, broke=error))
-    (message,) = (line["message"] for line in run.lines())
+    lost, message = (line["message"] for line in run.lines())
+    assert lost == f"env.sums: of 8 episodes of step 1, 8 broke and count as wrong: {error}; see rollouts/step_000001.jsonl"
     assert message.count('failed: "step raised TypeError: ') == message.count(' at /home/me/my_reward.py:3"') == 3
     assert len(message) < 400 + 3 * 5 * SHOWN_CHARACTERS
 

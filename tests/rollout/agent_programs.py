@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.end_to_end.agents import ask
 
-BEHAVIOURS = ("good", "hangs", "crashes", "floods", "endless", "guesses", "leaves", "silent", "sleeps")
+BEHAVIOURS = ("good", "hangs", "crashes", "floods", "endless", "guesses", "leaves", "silent", "sleeps", "raises", "early")
 
 
 def good(messages: list) -> None:
@@ -90,6 +90,16 @@ def sleeps(messages: list) -> None:
     while not Path(os.environ["ALL_SLEEP"]).exists():
         time.sleep(1)
     ask(messages)
+
+
+def raises(messages: list) -> None:
+    ask(messages)
+    print("x" * 9000, file=sys.stderr)
+    messages[0]["nothere"]
+
+
+def early(messages: list) -> None:
+    messages[0]["nothere"]
 
 
 if __name__ == "__main__":

@@ -246,11 +246,12 @@ def cuts(folder: Path) -> None:
 
 
 EXPECTED = {
-    "hangs": "the function took more than 6 s",
-    "endless": "the agent took more than 12 s|ended with status 1: .*410",
-    "crashes": "the agent ended with status -6",
-    "floods": "the agent printed more than 1048576 bytes",
-    "silent": "the last line: got",
+    "hangs": "the agent took more than 6 s",
+    "endless": "the command took more than 12 s|exited with status 1: .*410",
+    "crashes": "^the command exited with status -6: it printed no error$",
+    "floods": "^the command printed more than 1048576 bytes .output_bytes.$",
+    "silent": "^the last line of the command: got",
+    "raises": "^the command exited with status 1: KeyError: 'nothere'$",
 }
 """Behaviour -> how it breaks its episode. The others break none."""
 
@@ -258,7 +259,7 @@ EXPECTED = {
 def misbehave(folder: Path) -> None:
     """An agent that hangs, crashes, floods, never ends, attacks other endpoints or leaves processes costs its own episode."""
     command = [sys.executable, *AGENT]
-    endless, others = ("hangs", "endless"), ("good", "crashes", "floods", "guesses", "leaves", "silent")
+    endless, others = ("hangs", "endless"), ("good", "crashes", "floods", "guesses", "leaves", "silent", "raises", "early")
     cases: Any = (endless, {"limit_s": 6.0, "episode_s": 12.0}), (others, {"limit_s": 200.0})
     for behaviours, limits in cases:
         bench = AgentBench(folder, "agent", command=command, **limits)
@@ -266,6 +267,10 @@ def misbehave(folder: Path) -> None:
         assert len(played) == 2 * len(behaviours)
         for prompt, rollout in played:
             name = behaviours[prompt.index]
+            assert rollout.notes.get("stderr", "").endswith("KeyError: 'nothere'\n") == (name in ("raises", "early"))
+            if name == "early":
+                assert rollout.failure == "the command exited with status 1: KeyError: 'nothere' (before its first request)"
+                continue
             assert not rollout.failure and rollout.drawn_tokens, (name, rollout)
             if name in EXPECTED:
                 assert re.search(EXPECTED[name], rollout.broke) and rollout.reward == 0, (name, rollout.broke)

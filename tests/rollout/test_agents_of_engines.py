@@ -17,6 +17,9 @@ def test_a_scenario(play_in, letters, scenario):
     """Run a scenario; its docstring says what must hold."""
     status, printed = play_in(scenario, letters)
     assert status == 0, printed[-4000:]
+    if scenario is scenarios.misbehave:  # the log has the end of stderr, without our own lines
+        assert "\nstderr:\n" in printed and 'messages[0]["nothere"]' in printed
+        assert "environments/agent.py" not in printed
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.environments.environment import AgentEnvironment, Outcome
+from pipeline.environments.environment import AgentEnvironment, EpisodeFailed, Outcome
 from pipeline.rollout.engine_client import DrawnTurn, EngineClient
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ class AgentFunction:
         if answers := tree.matched + tree.unmatched:
             metrics["unmatched_answers"] = tree.unmatched / answers
         if outcome.of_turns and not math.isclose(sum(outcome.of_turns), outcome.reward, abs_tol=1e-6):
-            raise ValueError(f"it returned rewards of turns {outcome.of_turns}; expected a sum of {outcome.reward}, its reward")
+            got = f"the agent returned rewards of turns {outcome.of_turns}"
+            raise EpisodeFailed(f"{got}; expected a sum of {outcome.reward}, its reward")
         if outcome.of_turns and (turns := len(_conversation(engine, ends))) != len(outcome.of_turns):
-            raise ValueError(
-                f"it returned {len(outcome.of_turns)} rewards of turns; expected {turns}, of its last conversation"
-            )
+            got = f"the agent returned {len(outcome.of_turns)} rewards of turns"
+            raise EpisodeFailed(f"{got}; expected {turns}, of its last conversation")
         return AgentResult(replace(outcome, metrics=metrics), ends, truncated)
 
     async def _play(self, engine: EngineClient, played: Any) -> Outcome | None:

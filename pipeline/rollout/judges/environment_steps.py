@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,15 @@ import numpy as np
 from pipeline import config
 from pipeline.config import EnvironmentConfig, PolicyConfig, Recipe, TokenizerConfig
 from pipeline.data.stop_strings import text_before_stop
-from pipeline.environments.environment import AnsweredTurn, Environment, Outcome, ProcessStuck, ServedJudge, Unjudged
+from pipeline.environments.environment import (
+    AnsweredTurn,
+    Environment,
+    EpisodeFailed,
+    Outcome,
+    ProcessStuck,
+    ServedJudge,
+    Unjudged,
+)
 from pipeline.rollout.function_messages import FunctionReply
 from pipeline.sandbox.limits import SandboxError
 from pipeline.types import REWARDS, Prompt, is_reward
@@ -25,12 +33,14 @@ if TYPE_CHECKING:
 
 GRACE_S = 2.0  # extra time for an environment with a time limit of its own to end what it started
 EXTRACTED_CHARACTERS = 500  # kept of an answer that an environment found in a text
-NOTE_CHARACTERS = 2000  # kept of a note
+NOTE_CHARACTERS = 4000  # kept of a note
 FUNCTION_BEGIN, FUNCTION = "the function before its first turn", "the function"
-"""Parts of a call that runs a user's rollout function or an agent."""
+"""Parts of a call that runs a user's rollout function."""
+AGENT_BEGIN, AGENT = "the agent before its first request", "the agent"
+"""Parts of a call that runs an agent."""
 WAITS = "the wait for the engine"
 """Part of a call that runs an agent, without a time limit."""
-PARTS_BEFORE_ANSWER = ("", "build", "reset", FUNCTION_BEGIN)
+PARTS_BEFORE_ANSWER = ("", "build", "reset", FUNCTION_BEGIN, AGENT_BEGIN)
 """Parts of a call before the environment sees the answer, so that the answer cannot cause a failure in them."""
 
 Begin = Callable[[str], None]
@@ -115,6 +125,7 @@ class CallFailure:
 
     why: str
     of_answer: bool = False  # an answer can cause it, and is then wrong
+    notes: dict[str, str] = field(default_factory=dict)  # see Outcome
 
 
 def is_final(last: bool, answer: StepOutcome | CallFailure) -> bool:
@@ -176,18 +187,21 @@ class EnvStepper:
 def checked_outcome(outcome: Outcome) -> StepOutcome:
     """Return the outcome in the form for a last turn, without an observation.
 
-    Raises TypeError or ValueError if the environment returned no valid outcome.
+    Raises EpisodeFailed, TypeError or ValueError if the environment returned no valid outcome.
     """
     if not isinstance(outcome, Outcome):
-        raise TypeError(f"step returned a {type(outcome).__name__}, not an Outcome")
+        raise EpisodeFailed(f"step returned a {type(outcome).__name__}; expected an Outcome")
     reward = float(outcome.reward)
     if not is_reward(reward):
-        raise ValueError(f"step returned the reward {reward}; expected {REWARDS}")
+        raise EpisodeFailed(f"the outcome has the reward {reward}; expected {REWARDS}")
     metrics = {encodable(str(name)): float(value) for name, value in outcome.metrics.items()}
     extracted = encodable(str(outcome.extracted))[:EXTRACTED_CHARACTERS]
-    notes = {encodable(str(name)): encodable(str(text))[:NOTE_CHARACTERS] for name, text in outcome.notes.items()}
     over, malformed = outcome.observation is None, bool(outcome.malformed)
-    return StepOutcome(reward, metrics, over, None, extracted, notes, malformed=malformed)
+    return StepOutcome(reward, metrics, over, None, extracted, _kept(outcome.notes), malformed=malformed)
+
+
+def _kept(notes: Mapping[str, str]) -> dict[str, str]:
+    return {encodable(str(name)): encodable(str(text))[:NOTE_CHARACTERS] for name, text in notes.items()}
 
 
 def failure_of(error: BaseException, part: str) -> CallFailure:
@@ -195,15 +209,23 @@ def failure_of(error: BaseException, part: str) -> CallFailure:
     of_answer = part not in PARTS_BEFORE_ANSWER and not isinstance(error, Unjudged | SandboxError)
     if isinstance(error, ProcessStuck):
         of_answer = error.caused_by_answer
-    return CallFailure(f"{part or 'it'} raised {brief(error)}", of_answer)
+    if isinstance(error, EpisodeFailed):
+        when = " (before its first request)" if part == AGENT_BEGIN else ""
+        return CallFailure(encodable(f"{_in_a_line(error)}{when}"), of_answer and error.of_answer, _kept(error.notes))
+    who = AGENT if part == WAITS else part or "it"
+    return CallFailure(f"{who} raised {brief(error)}", of_answer)
 
 
 def brief(error: BaseException) -> str:
     """Return one line with an error's type, its message, the place where it was raised, and its notes."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    notes = f" ({'; '.join(' '.join(note.split())[:500] for note in error.__notes__)})" if hasattr(error, "__notes__") else ""
-    return encodable(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{where}{notes}")
+    notes = f" ({'; '.join(map(_in_a_line, error.__notes__))})" if hasattr(error, "__notes__") else ""
+    return encodable(f"{type(error).__name__}: {_in_a_line(error)}{where}{notes}")
+
+
+def _in_a_line(text: object) -> str:
+    return " ".join(str(text).split())[:500]
 
 
 def encodable(text: str) -> str:

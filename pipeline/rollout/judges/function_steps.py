@@ -12,12 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.environments.environment import AnsweredTurn, Environment, Outcome
+from pipeline.environments.environment import AnsweredTurn, Environment, EpisodeFailed, Outcome
 from pipeline.rollout.agents.agent_function import AgentFunction, AgentResult
 from pipeline.rollout.engine_client import DrawnTurn, EngineClient, EpisodeEnded, RolloutFunction
 from pipeline.rollout.function_messages import FunctionCall, FunctionReply, TurnVerdict
 from pipeline.rollout.judges.conversation_text import ConversationText
 from pipeline.rollout.judges.environment_steps import (
+    AGENT,
+    AGENT_BEGIN,
     FUNCTION,
     FUNCTION_BEGIN,
     GOES_ON,
@@ -79,7 +81,10 @@ class FunctionStepper:
             return _ended(episode.client, ended.turn)
         if isinstance(turns, AgentResult):
             return _outcome_of_agent(turns)
-        return _outcome(episode.client.checked(turns))
+        try:
+            return _outcome(episode.client.checked(turns))
+        except (TypeError, ValueError) as error:
+            raise EpisodeFailed(str(error)) from None
 
     def deliver(self, message: FunctionCall, begin: Begin) -> None:
         """Give an agent completions while a call waits for its next draws, or cut it."""
@@ -89,7 +94,9 @@ class FunctionStepper:
 
     def _part(self, episode: _OpenEpisode) -> str:
         """Return the part of a call that goes on: an agent's time runs only while the engine draws nothing for it."""
-        return WAITS if self._is_agent and episode.client.outstanding else FUNCTION
+        if not self._is_agent:
+            return FUNCTION
+        return WAITS if episode.client.outstanding else AGENT
 
     async def _begin(self, call: FunctionCall, begin: Begin) -> None:
         prompt, settings = call.prompt, call.settings
@@ -101,7 +108,7 @@ class FunctionStepper:
             return await self._in_thread(judge_answer, self.environment, state, answer)
 
         client = EngineClient(prompt, settings, judge, self._text)
-        begin(FUNCTION_BEGIN)
+        begin(AGENT_BEGIN if self._is_agent else FUNCTION_BEGIN)
         seed = sampling_seed(settings.seed, settings.purpose, prompt.index, settings.sample)
         self._open[call.episode] = _OpenEpisode(client, asyncio.ensure_future(self._play(client, prompt, seed)))
 

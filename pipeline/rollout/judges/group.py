@@ -251,7 +251,7 @@ class JudgeGroup:
         elif lost:
             self._fail(call, self._loss(part, how), part not in PARTS_BEFORE_ANSWER, "crash" if how else "timeout")
         elif reply.outcome is None:
-            self._fail(call, reply.failure, reply.of_answer, "crash", reply.traceback)
+            self._fail(call, reply.failure, reply.of_answer, "crash", reply)
         else:
             self._send_reply(reply)
 
@@ -260,12 +260,12 @@ class JudgeGroup:
             return f"{part or 'it'} took more than {self._timeout_s:g} s (env.{self.name}.timeout_s)"
         return f"its judge {how}" if part else LOST_WITH_JUDGE
 
-    def _fail(self, call: _WaitingCall, why: str, of_answer: bool, how: str = "", trace: str = "") -> None:
+    def _fail(self, call: _WaitingCall, why: str, of_answer: bool, how: str = "", reply: EnvReply | None = None) -> None:
         if of_answer and (outcome := self._outcome_of(how)) is not None:
             self._send_reply(EnvReply(call.command.call, outcome))
             return
-        self._log.log(call.command.title, why, of_answer, trace)
-        self._send_reply(EnvReply(call.command.call, None, why, of_answer))
+        self._log.log(call.command.title, why, of_answer, reply.traceback if reply else "")
+        self._send_reply(EnvReply(call.command.call, None, why, of_answer, notes=reply.notes if reply else {}))
 
     def _outcome_of(self, how: str) -> StepOutcome | None:
         """Return the outcome by which the environment's `broken` judges an answer that broke a judge; None if it gives none."""
@@ -298,9 +298,13 @@ class JudgeGroup:
 
 @dataclass
 class _FailureLog:
-    """Logs one line for each failure, the first with its traceback; after LOGGED_AT_ONCE lines, one line per LOG_INTERVAL_S."""
+    """Logs one line for each failure, the first that has a traceback or stderr with it.
+
+    After LOGGED_AT_ONCE lines, it logs one line per LOG_INTERVAL_S.
+    """
 
     environment: str
+    traced: bool = field(default=False, init=False)
     lines: int = field(default=0, init=False)
     suppressed: int = field(default=0, init=False)
     last: float = field(default=0.0, init=False)
@@ -312,6 +316,6 @@ class _FailureLog:
             return
         note = f" (and {self.suppressed} others before that were not logged)" if self.suppressed else ""
         consequence = "broke its environment and counts as wrong" if of_answer else "failed"
-        first = "" if self.lines else "\n" + trace
+        first, self.traced = "" if self.traced else "\n" + trace, self.traced or bool(trace)
         logger.warning(f"env.{self.environment}: {title} {consequence}: {why}{note}{first.rstrip()}")
         self.lines, self.suppressed, self.last = self.lines + 1, 0, now

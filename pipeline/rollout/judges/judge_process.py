@@ -24,10 +24,11 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from pipeline.environments.environment import JudgeLimits, ProcessStuck
+from pipeline.environments.environment import EpisodeFailed, JudgeLimits, ProcessStuck
 from pipeline.files.encoding import decode, encode
 from pipeline.rollout.function_messages import FunctionCall
 from pipeline.rollout.judges.environment_steps import (
+    AGENT,
     FUNCTION,
     PARTS_BEFORE_ANSWER,
     WAITS,
@@ -46,7 +47,7 @@ NAME = b"hetstep-judge"
 OOM_SCORE = 750
 """A judge's value for linux.raise_oom_score. Its parent has 500, the guard of a sandboxed program 999."""
 TRACEBACK_CHARS = 4000  # the last characters of a traceback
-PARTS = (*PARTS_BEFORE_ANSWER, "decoding the answer", "step", "its answer", FUNCTION, WAITS)
+PARTS = (*PARTS_BEFORE_ANSWER, "decoding the answer", "step", "its answer", FUNCTION, AGENT, WAITS)
 
 
 class EnvCommand(msgspec.Struct, array_like=True):
@@ -73,7 +74,8 @@ class EnvReply(msgspec.Struct, array_like=True):
     open: bool = False  # the episode goes on
     stuck: bool = False  # calls hang in the judge, so that another one must replace it
     cpu_s: float = 0.0  # of the call
-    traceback: str = ""
+    traceback: str = ""  # or the notes of an EpisodeFailed
+    notes: dict[str, str] = {}  # of a failure, see Outcome
 
 
 def frame(message: Any) -> bytes:
@@ -223,7 +225,10 @@ def _failure(stepper: EnvStepper | FunctionStepper, command: EnvCommand, error: 
     stepper.forget(command.episode)
     failure, stuck = failure_of(error, progress.read()[0]), isinstance(error, ProcessStuck)
     trace = encodable("".join(traceback.format_exception(error))[-TRACEBACK_CHARS:])
-    return EnvReply(command.call, None, failure.why, failure.of_answer, stuck=stuck, traceback=trace)
+    if isinstance(error, EpisodeFailed):
+        trace = "\n".join(f"{name}:\n{text}" for name, text in failure.notes.items())
+    of_failure: dict[str, Any] = {"traceback": trace, "notes": failure.notes}
+    return EnvReply(command.call, None, failure.why, failure.of_answer, stuck=stuck, **of_failure)
 
 
 def _bound_memory(extra: int) -> None:

@@ -196,7 +196,7 @@ class JudgePool:
     def _answer(self, reply: EnvReply) -> tuple[str, StepOutcome | CallFailure]:
         request = self._calls.pop(reply.call)
         self._begun.discard(reply.call)
-        answer = reply.outcome or CallFailure(reply.failure, reply.of_answer)
+        answer = reply.outcome or CallFailure(reply.failure, reply.of_answer, reply.notes)
         if is_final(request.last, answer):
             self._held.pop(request.episode, None)
         return request.episode, answer

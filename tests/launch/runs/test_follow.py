@@ -233,6 +233,7 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_its_folder(tmp_path, consol
         ({"val/reward": 0.5, "val/accuracy": 0.5}, ["val/accuracy"]),
         ({"train/reward": 0.5, "train/broke_judge": 0.25, "train/env_failures": 0.0}, ["train/reward", "train/broke_judge"]),
         ({"train/env_failures": 1.0}, ["train/env_failures"]),
+        ({"val/reward": 0.0, "val/broke_judge": 1.0, "val/env_failures": 0.0}, ["val/broke_judge", "val/reward"]),
     ],
 )
 def test_a_reward_with_an_accuracy_and_zero_failures_are_not_shown(step, shown):
