@@ -27,7 +27,7 @@ def test_the_next_start_removes_them(tmp_path: Path, monkeypatch: pytest.MonkeyP
     unlocked, young, elsewhere = f".{episode_folder.PREFIX}a", f".{episode_folder.PREFIX}b", "hetstep-episode-00000000-c"
     for name in (unlocked, young, elsewhere):
         (tmp_path / name).mkdir()
-    os.utime(tmp_path / unlocked, times=2 * (time.time() - 120,))
+    os.utime(tmp_path / unlocked, times=(time.time() - 120, time.time() - 120))
     monkeypatch.setattr(episode_folder.tempfile, "tempdir", None)
     makers = [
         subprocess.Popen([sys.executable, "-c", MAKER], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE) for _ in range(2)
