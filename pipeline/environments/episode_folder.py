@@ -9,8 +9,13 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
+import zlib
 
-PREFIX = "hetstep-episode-"
+PREFIX = f"hetstep-episode-{zlib.crc32(os.uname().nodename.encode()):08x}-"
+"""Names the node, since nodes that share a file system may not see each other's locks. A socket's path in the folder fits."""
+UNLOCKED_S = 60.0
+"""Age from which a folder that is not locked yet is one that a killed process has left."""
 REMOVE = 'chmod -R u+rwX "$@"; exec rm -rf "$@"'
 
 
@@ -18,10 +23,17 @@ class EpisodeFolder:
     """A temporary folder, which others cannot enter. It is locked as long as its process lives."""
 
     def __init__(self, place: str | None = None) -> None:
-        """Make a folder. place: where; None: in that of temporary files."""
+        """Make a folder. place: where; None: in that of temporary files. Raises OSError if it cannot be made or locked."""
         made = tempfile.mkdtemp(prefix=f".{PREFIX}", dir=place)
         self._lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:
+            os.close(self._lock)
+            os.rmdir(made)
+            where = os.path.dirname(made)
+            reason = f"{where}: folders cannot be locked there: {error.strerror}. Try TMPDIR, a folder on a disk of the node"
+            raise OSError(error.errno, reason) from None
         folder, name = os.path.split(made)
         self.path = os.path.join(folder, name[1:])
         os.rename(made, self.path)  # `remove_left` sees it from now on
@@ -35,12 +47,15 @@ class EpisodeFolder:
 def remove_left() -> None:
     """Remove this user's folders of processes that were killed, in a process of its own, for which this does not wait."""
     left: list[str] = []
-    for folder in (name for place in {tempfile.gettempdir(), "/tmp"} for name in glob.glob(f"{place}/{PREFIX}*")):
+    places = {tempfile.gettempdir(), "/tmp"}
+    for folder in (name for place in places for dot in ("", ".") for name in glob.glob(f"{place}/{dot}{PREFIX}*")):
         with contextlib.suppress(OSError):  # it is another user's, it has just gone, or its process lives
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(descriptor).st_uid == os.geteuid():
+                found = os.fstat(descriptor)
+                young = os.path.basename(folder).startswith(".") and found.st_mtime > time.time() - UNLOCKED_S
+                if found.st_uid == os.geteuid() and not young:
                     left.append(folder)
             finally:
                 os.close(descriptor)

@@ -5,6 +5,7 @@
 It reads one line of JSON (see `guard_client.py`) and the contents of files from stdin, and writes one line of JSON and the
 program's output to stdout. All orphans among its descendants become its children, so nothing is left when it ends. When the
 rank dies, the guard ends everything; when the guard dies, the kernel does or, for root, the process that made the namespace.
+The end of a container's keeper ends a program that runs there.
 
 An interactive program has the rank's pipes as stdin and stdout, and the end of the guard's stdin ends it. Hundreds of them may
 wait for the policy at the same time, so the guard samples an idle one less and less often, until a byte on the guard's stdin
@@ -86,7 +87,7 @@ def _run(request: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank
             started = start.start_isolated(request["bubblewrap"], rules, request["argv"], files, stdio, limits, container)
         for descriptor in stdio:
             os.close(descriptor)
-        watch = _Watch(started, limits, outputs, rank, bool(pipes), container is not None)
+        watch = _Watch(started, limits, outputs, rank, bool(pipes), container)
         begun = time.monotonic()
         with contextlib.suppress(BrokenPipeError):  # bubblewrap has failed, which `wait` notices
             os.write(started.go, b"1")
@@ -162,12 +163,13 @@ class _Watch:
         outputs: dict[int, bytearray],
         rank: int,
         interactive: bool,
-        bounded: bool = False,
+        container: int | None = None,
     ) -> None:
-        """bounded: the kernel bounds the number of files."""
-        self._bounded = bounded
+        """container: the process that keeps the program's root, where the kernel bounds the number of files."""
+        self._bounded = container is not None
         self._started, self._limits, self._outputs, self._rank = started, limits, outputs, rank
-        self._control, self._closed = sys.stdin.fileno() if interactive else None, False
+        self._control, self._closed = sys.stdin.fileno() if interactive else container, False
+        self._interactive = interactive
         self._ends, ends_writer = os.pipe()  # gets a byte when a child ends
         os.set_blocking(ends_writer, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -184,7 +186,8 @@ class _Watch:
         while True:
             for descriptor, _ in self._poll.poll(1e3 * max(0.0, next_sample - time.monotonic())):
                 try:
-                    chunk = os.read(descriptor, CHUNK)
+                    ended = descriptor == self._control and not self._interactive  # a process
+                    chunk = b"" if ended else os.read(descriptor, CHUNK)
                 except BlockingIOError:
                     continue  # the program read its own output
                 if descriptor in self._outputs:
@@ -222,7 +225,7 @@ class _Watch:
             return "wall time"
         used = self._meter.sample()
         used = replace(used, cpu_s=max(used.cpu_s, cgroup.cpu_s()))
-        idle = self._control is not None and used == self._used
+        idle = self._interactive and used == self._used
         self._used, self._tick_s = used, min(2 * self._tick_s, IDLE_TICK_S) if idle else TICK_S
         if used.processes > limits.processes:
             return "processes"

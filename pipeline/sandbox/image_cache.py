@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import re
 from collections.abc import Callable, Sequence
 
 from pipeline.sandbox import image_eviction, linux, squashfs_mount
@@ -29,6 +30,9 @@ CONTAINER, SQUASHFS = "container", "squashfs"
 FOLDERS = ("trees", "new", "locks", CONTAINER, SQUASHFS)
 COPY = ("cp", "-dR", "--preserve=mode,timestamps,links", "--reflink=auto")
 UNSQUASHFS = ("unsquashfs", "-no-progress", "-quiet", "-no-xattrs", "-ignore-errors", "-no-exit-code", "-d")
+FULL = re.compile("No space left|quota exceeded")
+INCOMPLETE = re.compile(f"{FULL.pattern}|failed to (?:read|write)")
+"""Errors of files that UNSQUASHFS ignores, as it must those of devices and owners that it may not make."""
 OWNED = (".", "usr", "etc", "root", "tmp")  # folders whose owner tells whether a folder image is the sandbox's user's
 
 
@@ -100,15 +104,23 @@ def _tree(cache: str, key: str, make: Callable[[str], None]) -> str:
         if os.path.isdir(tree):
             return tree
         os.set_inheritable(lock.fileno(), True)
-        try:
-            image_eviction.remove(new)  # of a process that was killed
-            image_eviction.make_room(cache)
-            make(new)
-            image_eviction.record_size(users, new)
-            os.rename(new, tree)
-            image_eviction.make_room(cache)
-        except OSError as error:
-            raise SandboxError(f"sandbox: an image cannot be unpacked to {new}: {error}. Try {VARIABLE}") from None
+        for most_bytes in (None, 0):  # on a full disk again, without the trees that nobody uses
+            try:
+                image_eviction.remove(new)  # of a process that was killed
+                image_eviction.make_room(cache, most_bytes)
+                make(new)
+                image_eviction.record_size(users, new)
+                os.rename(new, tree)
+                break
+            except (OSError, ImageError) as error:
+                image_eviction.remove(new)
+                full = FULL.search(str(error))
+                if full and most_bytes is None:
+                    continue
+                if isinstance(error, ImageError) and not full:
+                    raise
+                raise SandboxError(f"sandbox: an image cannot be unpacked to {new}: {error}. Try {VARIABLE}") from None
+        image_eviction.make_room(cache)
     return tree
 
 
@@ -118,9 +130,10 @@ def _make(source: str, command: Sequence[str], tree: str) -> None:
 
     command = [*command, *((source, tree) if command is COPY else (tree, source))]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, close_fds=False)
-    if done.returncode or not os.path.isdir(tree):
-        last_line = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise ImageError(f"image: {source} cannot be unpacked by {command[0]}: {''.join(last_line)}")
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    lost = [line for line in lines if INCOMPLETE.search(line)][:1]
+    if done.returncode or lost or not os.path.isdir(tree):
+        raise ImageError(f"image: {source} cannot be unpacked by {command[0]}: {''.join(lost or lines[-1:])}")
     if linux.is_root():
         subprocess.run(["chown", "-hR", f"{USER}:{USER}", tree], check=True, close_fds=False)
     drop = ["find", tree, "-perm", "/6000", "-not", "-type", "l", "-exec", "chmod", "ug-s", "{}", "+"]

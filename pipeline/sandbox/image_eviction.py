@@ -38,8 +38,8 @@ def record_size(users: int, tree: str) -> int:
     return size
 
 
-def make_room(cache: str) -> None:
-    """Remove unused trees until the others take no more than their share, and what killed processes have left."""
+def make_room(cache: str, most_bytes: float | None = None) -> None:
+    """Remove unused trees until the others take `most_bytes`, by default their share, and what killed processes have left."""
     with open(f"{cache}/locks/eviction", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for name in os.listdir(f"{cache}/new"):
@@ -47,7 +47,8 @@ def make_room(cache: str) -> None:
         last_used, sizes = {}, {}
         for key in os.listdir(f"{cache}/trees"):
             last_used[key], sizes[key] = _state(cache, key)
-        total, most = sum(sizes.values()), _most_bytes(cache, sum(sizes.values()))
+        total = sum(sizes.values())
+        most = _most_bytes(cache, total) if most_bytes is None else most_bytes
         for key in sorted(last_used, key=last_used.__getitem__):
             if total <= most:
                 return

@@ -48,5 +48,5 @@ class ProgramResult:
     status: int  # its exit status; -N if signal N ended it
     stdout: bytes  # together with stderr at most `output_bytes`
     stderr: bytes
-    ended_by: str  # "exit", "wall time", "cpu time", "memory", "output", "processes", or "signal N" (not sent by the guard)
+    ended_by: str  # "exit", "wall time", "cpu time", "memory", "output", "processes", "closed", "signal N" (not by the guard)
     seconds: float  # of wall time

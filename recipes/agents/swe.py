@@ -10,8 +10,8 @@ Columns of a record, those of SWE-bench, SWE-Gym and their like:
     eval_script                  a script of Bash that adds the tests and runs them; if it is absent:
     test_patch                   a patch that adds the tests, whose files pytest then runs
 
-The patch cannot change the files of these tests, nor what configures pytest and Python (PROTECTED). But it is code that runs in
-the tests' process: one that finds the tests and prints their results can fake them, as in SWE-bench.
+The patch cannot change the files of these tests, what configures pytest and Python (PROTECTED), and pytest itself (PYTEST). But
+it is code that runs in the tests' process: one that finds the tests and prints their results can fake them, as in SWE-bench.
 """
 
 import asyncio
@@ -35,8 +35,14 @@ TRUST = "git config --global --add safe.directory '*'"
 SNAPSHOT = f"{TRUST} && git add -A && git write-tree && git reset -q"
 CHANGES = "git add -A && git diff --cached --binary --no-ext-diff --no-textconv {} >/tmp/work.patch"
 PROTECTED = (
-    *("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"),
-    *("sitecustomize.py", "usercustomize.py"),
+    *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml"),
+    *("sitecustomize.py", "usercustomize.py", "*.egg-info/*", "*.dist-info/*"),  # metadata names plugins
+)
+PYTEST = tuple(
+    f"{folder}{name}{end}"
+    for folder in ("", "src/", "lib/", "python/")  # in which Python looks for modules
+    for name in ("pytest", "_pytest", "pluggy", "iniconfig")
+    for end in (".py", "/*")
 )
 TEST_FILE = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
 COLOR = re.compile(r"\x1b\[[\d;]*m")
@@ -44,6 +50,7 @@ RESULT = re.compile(
     r"^(?:(PASSED|XFAIL|FAILED|ERROR) (\S+)|(\S.*?) \.\.\. (ok|FAIL|ERROR)$|(test_\w+) (ok|[EFf])\b)", re.MULTILINE
 )
 PASSES = {"PASSED", "XFAIL", "ok"}
+ENDED = (400, 410)  # statuses of the endpoint: the window is full, the episode has ended
 PATCH_BYTES, NOTE = 1 << 20, 2000
 SESSION_S = 4 * 3600.0
 SHARED = {"memory_bytes": 8 << 30, "processes": 256, "scratch_bytes": 4 << 30, "scratch_files": 200_000, "open_files": 1024}
@@ -67,6 +74,8 @@ class Tests(NamedTuple):
         files = TEST_FILE.findall(patch or record["eval_script"])
         if not names or not files:
             raise ValueError(f"the record names {len(names)} tests in {len(files)} files; expected some")
+        if not all(name.strip() for name in names):
+            raise ValueError("FAIL_TO_PASS or PASS_TO_PASS: got an empty name; expected names of tests")
         built = f"{ACTIVATE}\ngit apply /tmp/tests.patch && python3 -m pytest -rA {shlex.join(files)}"
         return cls(record.get("eval_script") or built, patch, files, names)
 
@@ -76,6 +85,9 @@ class Tests(NamedTuple):
         for match in RESULT.finditer(COLOR.sub("", log)):
             result, name = (match[1], match[2]) if match[1] else (match[4] or match[6], match[3] or match[5])
             results.setdefault(name, set()).add(result)
+        broken = tuple(f"{name}{end}" for name, result in results.items() if "ERROR" in result for end in ("::", "/"))
+        if any(name.startswith(broken) for name in self.names):  # their file or folder could not be imported
+            return False
         found = [results.get(name) or results.get(name.split()[0]) for name in self.names]  # data sets cut names at a space
         return all(result and result <= PASSES for result in found)
 
@@ -100,7 +112,8 @@ async def play(client, task, image, turns, repository="/testbed", command_s=180.
             patch = await asyncio.to_thread(_patch, container, start, repository)
     if not patch.strip():
         return Outcome(0.0, metrics)
-    log = await asyncio.to_thread(_log, path, tests, patch, repository, tests_s)
+    with await asyncio.to_thread(TESTS.open, path) as container:  # closed, and its tests with it, if the episode is cut
+        log = await asyncio.to_thread(_log, container, tests, patch, repository, tests_s)
     metrics |= {"applied": float(log is not None), "accuracy": float(log is not None and tests.pass_by(log))}
     return Outcome(metrics["accuracy"], metrics, notes={"patch": patch.decode(errors="replace"), "tests": (log or "")[-NOTE:]})
 
@@ -111,8 +124,10 @@ async def _work(client, messages, shell, turns, command_s, metrics):
     for left in range(turns - 1, -1, -1):
         try:
             answer = await client.chat.completions.create(model="policy", messages=messages)
-        except openai.APIStatusError:  # the window is full
-            return
+        except openai.APIStatusError as error:
+            if error.status_code in ENDED:
+                return
+            raise
         said = answer.choices[0].message.content or ""
         commands = [command.strip() for command in COMMAND.findall(said)]
         if commands == ["submit"]:
@@ -146,15 +161,16 @@ def _patch(container, start, repository):
         return b""
 
 
-def _log(path, tests, patch, repository, tests_s):
+def _log(container, tests, patch, repository, tests_s):
     """Return the output of the tests in a new container; None if the patch does not apply."""
-    kept = [*tests.files, *PROTECTED, *(f"*/{name}" for name in PROTECTED)]
+    container.write_file("/tmp/work.patch", patch)
+    container.write_file("/tmp/tests.patch", tests.patch.encode())
+    container.write_file("/tmp/tests.sh", tests.script.encode())
+    own = container.run(["bash", "-c", f"{TRUST} && {shlex.join(['git', 'ls-files', '--', *PYTEST])}"], cwd=repository).stdout
+    pytest = () if own else PYTEST  # the repository may be pytest's
+    kept = [*tests.files, *PROTECTED, *(f"*/{name}" for name in PROTECTED), *pytest]
     apply = shlex.join(["git", "apply", *(f"--exclude={pattern}" for pattern in kept), "/tmp/work.patch"])
-    with TESTS.open(path) as container:
-        container.write_file("/tmp/work.patch", patch)
-        container.write_file("/tmp/tests.patch", tests.patch.encode())
-        container.write_file("/tmp/tests.sh", tests.script.encode())
-        if container.run(["bash", "-c", f"{TRUST} && {apply}"], cwd=repository).status:
-            return None
-        ran = container.run(["bash", "/tmp/tests.sh"], cwd=repository, wall_s=tests_s)
+    if container.run(["bash", "-c", apply], cwd=repository).status:
+        return None
+    ran = container.run(["bash", "/tmp/tests.sh"], cwd=repository, wall_s=tests_s)
     return (ran.stdout + b"\n" + ran.stderr).decode(errors="replace")

@@ -16,18 +16,29 @@ Call = tuple[str, dict[str, Any]]
 KEY = "secret"
 
 
-def play(environment: AgentEnvironment, prompt: Prompt, answers: Sequence[str | Call]) -> tuple[Outcome, list[dict[str, Any]]]:
-    """Return the outcome of an episode with these answers, texts or calls (tool, arguments), and the requests for them."""
-    return asyncio.run(_play(environment, prompt, iter(answers)))
+def play(
+    environment: AgentEnvironment, prompt: Prompt, answers: Sequence[str | Call | int]
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    """Return the outcome of an episode with these answers, and the requests for them.
+
+    An answer is a text, a call (tool, arguments), or the status of a refusal.
+    """
+    return asyncio.run(play_async(environment, prompt, answers))
 
 
-async def _play(environment: AgentEnvironment, prompt: Prompt, answers: Any) -> tuple[Outcome, list[dict[str, Any]]]:
+async def play_async(
+    environment: AgentEnvironment, prompt: Prompt, answers: Sequence[str | Call | int]
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    """Play as `play` does, in a running loop."""
     requests: list[dict[str, Any]] = []
+    left = iter(answers)
 
     async def answer(http: web.Request) -> web.Response:
         assert http.headers["Authorization"] == f"Bearer {KEY}"
         requests.append(await http.json())
-        content = FORMS[http.path](next(answers), len(requests))
+        if isinstance(said := next(left), int):
+            return web.json_response({"error": {"message": "refused"}}, status=said)
+        content = FORMS[http.path](said, len(requests))
         if not requests[-1].get("stream"):
             return web.json_response(content)
         choice = content["choices"][0]

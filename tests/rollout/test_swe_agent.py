@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeline import config
 from pipeline.data.chat import load_tokenizer
-from pipeline.environments.environment import Outcome
+from pipeline.environments.environment import AgentEnvironment, Outcome
 from pipeline.rollout.rollout_messages import RolloutWork
 from pipeline.sandbox import image_cache
 from pipeline.types import Completion, Prompt, Sampling, VersionSpan
 from tests.environments.pooled import made, write_tokenizer
-from tests.environments.scripted_policy import play
+from tests.environments.scripted_policy import play, play_async
 from tests.generate import tiny
 from tests.rollout import agent_scenarios as scenarios
 from tests.rollout.engine import by_place
 from tests.sandbox.conftest import unusable
+from tests.sandbox.hosts import until
 from tests.sandbox.images import make_root
 
 BUG, FIX = "def add(a, b):\n    return a - b\n", "sed -i 's/a - b/a + b/' adder.py"
@@ -40,6 +43,7 @@ def pytest_runtest_makereport():
     (yield).get_result().outcome = 'passed'
 E
 """
+REPORT = 'print("PASSED tests/test_adder.py::test_add\\nPASSED tests/test_adder.py::test_zero", flush=True)'
 SCRIPT = (
     "cd /testbed\ngit checkout HEAD tests/test_adder.py\ngit apply - <<'EOF'\n{patch}EOF\n"
     "python3 -m pytest -rA tests/test_adder.py\n"
@@ -91,11 +95,16 @@ def block(*commands: str) -> list[str]:
     return [f"I try this.\n```bash\n{command}\n```" for command in commands]
 
 
-def episode(record: dict[str, Any], answers: list[str]) -> tuple[Outcome, list[str]]:
-    """Return the outcome of an episode with these answers, and what the policy read after each but the last."""
+def task_of(record: dict[str, Any]) -> tuple[AgentEnvironment, Prompt]:
+    """Return the agent and a prompt of this record."""
     agent = made("python_agent", function=FUNCTION, kwargs=KWARGS)
     task = {"messages": [{"role": "user", "content": "add subtracts"}], "record": record}
-    outcome, requests = play(agent, Prompt(0, np.zeros(1, np.int32), "swe", task), answers)
+    return agent, Prompt(0, np.zeros(1, np.int32), "swe", task)
+
+
+def episode(record: dict[str, Any], answers: Sequence[str | int]) -> tuple[Outcome, list[str]]:
+    """Return the outcome of an episode with these answers, and what the policy read after each but the last."""
+    outcome, requests = play(*task_of(record), answers)
     return outcome, [message["content"] for message in requests[-1]["messages"][1:] if message["role"] == "user"]
 
 
@@ -122,6 +131,10 @@ TRICKS = {
     "conftest beside the tests": f"{CHEAT}mv cheat.py tests/conftest.py",
     "a plugin": f"{CHEAT}printf '[pytest]\\naddopts = -p cheat\\n' >pytest.ini",
     "a report": "sed -i 's/return/print(\"PASSED tests\\/test_adder.py::test_add\"); return/' adder.py",
+    "a report before the tests": f"echo '{REPORT}; raise ImportError' >adder.py",
+    "another pytest": f"echo '{REPORT}' >pytest.py",
+    "another part of pytest": f"mkdir pluggy; echo '{REPORT}; import os; os._exit(0)' >pluggy/__init__.py",
+    "metadata of a plugin": f"{CHEAT}mkdir a.dist-info; printf '[pytest11]\\na = cheat\\n' >a.dist-info/entry_points.txt",
     "an end": "echo 'import os; os._exit(0)' >>adder.py",
     "no repository": "rm -rf .git",
     "another git": "printf '#!/bin/sh\necho x >/tmp/work.patch' >/usr/bin/git",
@@ -144,6 +157,47 @@ def test_a_shell_that_ends_is_activated_again(record):
 def test_a_record_without_tests_is_no_task(record, missing):
     with pytest.raises((KeyError, ValueError)):
         episode({name: value for name, value in record.items() if name != missing}, [])
+
+
+def test_a_record_with_an_empty_name_is_no_task(record):
+    with pytest.raises(ValueError, match="FAIL_TO_PASS or PASS_TO_PASS: got an empty name"):
+        episode({**record, "PASS_TO_PASS": [" "]}, [])
+
+
+@pytest.mark.parametrize("status", [400, 410])
+def test_the_end_of_the_window_ends_the_episode(record, status):
+    outcome, _ = episode(record, [*block(FIX), status])
+    assert (outcome.reward, outcome.metrics["submitted"], outcome.metrics["commands"]) == (0, 0, 1)
+
+
+def test_an_error_of_the_endpoint_is_no_wrong_answer(record):
+    with pytest.raises(openai.InternalServerError):
+        episode(record, [*block(FIX), 500])
+
+
+def test_the_tests_of_a_cut_episode_end(record):
+    command = b"sleep\x0061.5\x00"
+    script = f": <<'EOF'\n{record['test_patch']}EOF\nsleep 61.5"
+
+    def running() -> bool:
+        return any(arguments(process) == command for process in Path("/proc").glob("[0-9]*"))
+
+    async def cut() -> None:
+        agent, prompt = task_of({**record, "eval_script": script})
+        playing = asyncio.ensure_future(play_async(agent, prompt, block(FIX, "submit")))
+        await asyncio.to_thread(until, lambda: running() or None)
+        playing.cancel()
+        await asyncio.wait({playing})
+        await asyncio.to_thread(until, lambda: not running() or None)
+
+    asyncio.run(cut())
+
+
+def arguments(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 LOGS = """

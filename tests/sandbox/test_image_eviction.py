@@ -9,11 +9,13 @@ import pytest
 
 from pipeline.sandbox import container, image_cache
 from pipeline.sandbox.image import read_image
-from pipeline.sandbox.limits import ResourceLimits
+from pipeline.sandbox.limits import ResourceLimits, SandboxError
 from pipeline.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import unusable
 from tests.sandbox.hosts import until
-from tests.sandbox.images import entry, layout
+from tests.sandbox.images import entry, layout, squashed
+from tests.sandbox.test_containers import path_of
+from tests.storage.disks import small_disk
 
 ROOM = 2_500_000  # of two images
 SMALL_DISK = f"from pipeline.sandbox import image_eviction; image_eviction._most_bytes = lambda *_: {ROOM}"
@@ -41,10 +43,40 @@ def cache(image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def image(folder: Path, name: str) -> Path:
-    """Make an image of a MB, with a folder to which nobody may write."""
+def image(folder: Path, name: str, size: int = 1_000_000) -> Path:
+    """Make an image with a folder to which nobody may write."""
     closed = entry("closed/", type=b"5", mode=0o555)
-    return layout(folder / name, [entry("bin/", type=b"5", mode=0o755), closed, entry(f"closed/{name}", os.urandom(1_000_000))])
+    return layout(folder / name, [entry("bin/", type=b"5", mode=0o755), closed, entry(f"closed/{name}", os.urandom(size))])
+
+
+@pytest.mark.parametrize("form", ["squashfs", "oci"])
+def test_a_full_disk(form: str, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Unused trees go if an image needs their space, and an image that does not fit is no tree."""
+    if reason := unusable():
+        pytest.skip(reason)
+
+    def made(name: str, size: int) -> str:
+        if form == "oci":
+            return str(image(tmp_path, name, size))
+        (folder := image_folder / f"full-{name}").mkdir()
+        (folder / "file").write_bytes(os.urandom(size))
+        return str(squashed(folder))
+
+    first, second, third = made("first", 2_000_000), made("second", 8_000_000), made("third", 10_000_000)
+    (tmp_path / "bin").mkdir()
+    with small_disk(image_folder / f"disk-{form}", "9m") as disk, monkeypatch.context() as patch:
+        (cache := disk.path / "cache").mkdir()
+        patch.setenv(image_cache.VARIABLE, str(cache))
+        patch.setenv("PATH", path_of(tmp_path / "bin", "unsquashfs"))  # and no squashfuse
+        patch.setattr(container, "_servers", [])
+        sandbox = Sandbox(ResourceLimits(wall_s=20.0))
+        sandbox.open(first).close()
+        with sandbox.open(second):
+            (tree,) = (cache / "trees").iterdir()
+            assert sum(file.stat().st_size for file in tree.rglob("*") if file.is_file()) == 8_000_000
+        with pytest.raises(SandboxError, match=f"No space left.*Try {image_cache.VARIABLE}"):
+            sandbox.open(third)
+        assert not [*(cache / "trees").iterdir(), *(cache / "new").iterdir()]
 
 
 def test_the_least_recently_used_goes(cache: Path, tmp_path: Path):
