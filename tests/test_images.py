@@ -73,7 +73,7 @@ def test_the_sets_contain_the_pipelines_imports():
     packages = {name: {*map(canonicalize_name, of)} for name, of in metadata.packages_distributions().items() if name in found}
     packages.pop("pipeline", None)  # if it is installed
     assert {"torch", "transformers", "vllm", "megatron", "omegaconf"} <= packages.keys()
-    for kind, elsewhere in (("train", WITH_VLLM | {"lm_eval"}), ("generate", WITH_VLLM | ONLY_TRAIN)):
+    for kind, elsewhere in (("train", WITH_VLLM | {"lm_eval", "bm25s"}), ("generate", WITH_VLLM | ONLY_TRAIN | {"bm25s"})):
         needed = packages.keys() - elsewhere
         assert {name for name in needed if not packages[name] & (SETS[kind].keys() | BASE)} == set(), kind
 

@@ -160,7 +160,11 @@ class Follower:
 
     def _print_lost_episodes(self) -> None:
         """Print why environments lose episodes, each warning once."""
-        for warned in resources.warnings(RunFolder.at(self.run_dir)):
+        try:
+            warnings = resources.warnings(RunFolder.at(self.run_dir))
+        except RecipeError:  # the run's recipe cannot be read yet
+            return
+        for warned in warnings:
             event = (warned["check"], str(warned["step"]))
             if warned["check"].startswith(LOST_EPISODES) and event not in self.printed:
                 self.printed.add(event)

@@ -311,7 +311,8 @@ class _FailureLog:
 
     def log(self, title: str, why: str, of_answer: bool, trace: str) -> None:
         now = time.monotonic()
-        if self.lines >= LOGGED_AT_ONCE and now < self.last + LOG_INTERVAL_S:
+        explains = bool(trace) and not self.traced
+        if self.lines >= LOGGED_AT_ONCE and now < self.last + LOG_INTERVAL_S and not explains:
             self.suppressed += 1
             return
         note = f" (and {self.suppressed} others before that were not logged)" if self.suppressed else ""
