@@ -69,7 +69,7 @@ def of_judges(environments: Environments, name: str | None) -> list[Fields]:
 
 def of_agents(environments: Environments, name: str | None) -> list[Fields]:
     """Return the columns that an agent gets, or that its image's path has, for the environment `name`."""
-    if name not in environments or environments[name].kind != "agent":
+    if name is None or name not in environments or environments[name].kind != "agent":
         return []
     arguments, key = environments[name].kwargs, f"env.{name}.kwargs"
     in_path = re.findall(r"\{(\w+)\}", str((arguments.get("sandbox") or {}).get("image", "")))

@@ -38,7 +38,7 @@ def build(corpus: Path, folder: Path) -> int:
     import bm25s  # pyright: ignore[reportMissingImports] optional package
 
     lines: list[int] = []
-    tokenizer = _tokenizer()
+    tokenizer: Any = _tokenizer()  # it takes an iterator too
     words = tokenizer.tokenize(_texts(corpus, lines), update_vocab=True, show_progress=False, length=0)
     if not lines:
         raise ValueError(f"got {corpus}, which is empty; expected a JSON object a line")
@@ -74,7 +74,7 @@ class SearchIndex:
         import bm25s  # pyright: ignore[reportMissingImports] optional package
 
         corpus = corpus_of(folder)
-        self._retriever = bm25s.BM25.load(folder, mmap=True)
+        self._retriever: Any = bm25s.BM25.load(folder, mmap=True)  # its stubs are not those of what it returns
         self._lines = np.load(folder / LINES, mmap_mode="r")
         self._tokenizer = _tokenizer()
         with open(corpus, "rb") as file:
