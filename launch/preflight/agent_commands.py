@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from launch.preflight import user_imports
 from pipeline.config import ComponentConfig, Problem, Recipe, environment_component, generates
 from pipeline.config.environments import read_kwargs, scorers
 from pipeline.environments.agent import AgentArguments
+from pipeline.environments.agent_places import search_path
 from pipeline.sandbox.container import ENVIRONMENT
 from pipeline.sandbox.image import ImageError, read_image
 
@@ -46,8 +46,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
 
 
 def _check_here(key: str, program: str, executor: str, notes: list[str]) -> Iterator[Problem]:
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    if shutil.which(program, path=path):
+    if shutil.which(program, path=search_path()):
         return
     if os.path.isfile(program):
         yield Problem(key, "permission-denied", f"got {program}, which is not executable. Try chmod +x {program}")

@@ -44,7 +44,7 @@ class AgentPlace(Protocol):
     access: AgentAccess
     """How a command reaches the policy from there."""
     errors: str
-    """What the latest command has printed to stderr."""
+    """The text that the latest command has printed to stderr."""
 
     async def __aenter__(self) -> Self:
         """Make the place."""
@@ -109,7 +109,7 @@ class HostFolder(AgentPlace):
             home["HETSTEP_TASK_FILE"] = str(folder / TASK)
         elif HostFolder.playing == 1:
             _end_descendants()  # what an earlier command has left could read the task
-        path = {"PATH": _path(), "PYTHONPATH": os.pathsep.join(_own_folders())}
+        path = {"PATH": search_path(), "PYTHONPATH": os.pathsep.join(_own_folders())}
         output = self._printed = _Printed(self._output_bytes)
         with tempfile.TemporaryFile() as stdin:
             stdin.write(content.encode())
@@ -221,7 +221,7 @@ def find_program(command: list[str]) -> list[str]:
     def absolute(argument: str) -> str:
         return next((str((place / argument).resolve()) for place in places if (place / argument).is_file()), argument)
 
-    path = shutil.which(program, path=_path()) or (absolute(program) if os.access(absolute(program), os.X_OK) else None)
+    path = shutil.which(program, path=search_path()) or (absolute(program) if os.access(absolute(program), os.X_OK) else None)
     if path is None:
         raise ValueError(f"command: got the program {program}; expected one in PATH, or the path of one")
     return [path, *map(absolute, arguments)]
@@ -234,7 +234,7 @@ def _own_folders() -> list[str]:
     return [folder for folder in folders if not any(folder.startswith(f"{place}/lib") for place in of_python)]
 
 
-def _path() -> str:
+def search_path() -> str:
     """Return the variable PATH, with the folder of this interpreter first."""
     return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 

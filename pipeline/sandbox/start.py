@@ -124,18 +124,23 @@ def start_isolated(
     child = _spawn([bubblewrap[0], *options, "--", *argv], {}, stdio, prepare)
     for descriptor in inherited:
         os.close(descriptor)
+    init = _started_pid(report)
+    if keeper is not None:
+        with contextlib.suppress(BrokenPipeError):  # its reader has been killed: the guard's own end is then not watched
+            os.write(keeper, str(init).encode())
+    _limit(init, limits, linux.counts_processes_by_namespace(), container is not None)
+    return StartedProgram(child, init, go, report)
+
+
+def _started_pid(report: int) -> int:
+    """Return the process id that bubblewrap reports first, and make `report` non-blocking. Raises SandboxError."""
     line = b""
     while not line.endswith(b"\n"):  # it writes a line piece by piece
         if not (piece := os.read(report, 1 << 12)):
             raise SandboxError("bubblewrap did not start")
         line += piece
     os.set_blocking(report, False)
-    init = json.loads(line)["child-pid"]
-    if keeper is not None:
-        with contextlib.suppress(BrokenPipeError):  # its reader has been killed: the guard's own end is then not watched
-            os.write(keeper, str(init).encode())
-    _limit(init, limits, linux.counts_processes_by_namespace(), container is not None)
-    return StartedProgram(child, init, go, report)
+    return json.loads(line)["child-pid"]
 
 
 def _enter(container: int) -> None:

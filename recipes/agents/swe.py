@@ -30,7 +30,7 @@ from pipeline.sandbox.shell import Shell
 COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)\n?```", re.DOTALL)
 FORM = "Expected one command in one block that begins with ```bash. Nothing was run."
 ACTIVATE = "test ! -f ~/.bashrc || . ~/.bashrc"
-"""What activates the Python of an image, as of SWE-bench's."""
+"""Commands that activate the Python of an image, such as SWE-bench's."""
 TRUST = "git config --global --add safe.directory '*'"
 SNAPSHOT = f"{TRUST} && git add -A && git write-tree && git reset -q"
 CHANGES = "git add -A && git diff --cached --binary --no-ext-diff --no-textconv {} >/tmp/work.patch"

@@ -44,7 +44,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the clients got."""
+    """The answers that the clients got, and their time."""
 
     answers: list[list[str]]  # of each client
     tokens: int
