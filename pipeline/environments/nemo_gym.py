@@ -191,7 +191,8 @@ class _Episode:
         try:
             reply = await self._server.post(url, json=body)
         except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout) as error:
-            raise EpisodeFailed(f"{url}: the server is down: {error or type(error).__name__}", of_answer=False) from error
+            cause = str(error) or type(error).__name__  # the error of a reset connection has no text
+            raise EpisodeFailed(f"{url}: the server is down: {cause}", of_answer=False) from error
         if reply.status_code in UNREACHED:
             raise EpisodeFailed(f"{url}: the server is down: status {reply.status_code}", of_answer=False)
         return reply

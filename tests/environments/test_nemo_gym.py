@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -99,11 +100,13 @@ def serving(application: web.Application) -> Iterator[str]:
     loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.run_until_complete(runner.cleanup())
-    loop.close()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
 
 
 @contextlib.contextmanager
@@ -170,7 +173,7 @@ def test_a_server_of_steps(tmp_path):
 
 
 @pytest.mark.parametrize("route", ["increment_counter", "verify"])
-@pytest.mark.parametrize("how", ["at once", "within a reply", "behind a proxy"])
+@pytest.mark.parametrize("how", ["at once", "within a reply", "by a reset", "behind a proxy"])
 def test_a_server_that_dies_in_a_request(tmp_path, route, how):
     """The episode is left out: no answer is wrong for it."""
 
@@ -185,6 +188,8 @@ def test_a_server_that_dies_in_a_request(tmp_path, route, how):
             await reply.prepare(request)
             await reply.write(b"{")
         assert request.transport is not None
+        if how == "by a reset":
+            request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         request.transport.abort()
         return reply
 
