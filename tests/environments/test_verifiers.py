@@ -1,5 +1,6 @@
 """The real `verifiers` package, where it is installed: pip install 'verifiers==0.4.*' uv.
 
+The published tasksets are folders of its repository: pip install environments/{glossary,scratchpad,kuhn_poker}.
 `tests/end_to_end/test_agents.py` compares a run of it with the same conversation in process.
 """
 
@@ -17,6 +18,7 @@ from pipeline.types import Prompt
 from tests.environments.pooled import made
 from tests.environments.scripted_policy import play
 
+FACT = "the father of theoretical computer science and artificial intelligence"
 TASKSETS = Path(__file__).parent / "tasksets"
 installed = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="the package verifiers is not installed")
 
@@ -70,6 +72,27 @@ def test_a_tool(sums):
     assert first == "6" and "subtract" in second
     outcome, requests = play(sums({"agent": {"max_turns": 1}}, tool=True), prompt(3), [add, "6"])
     assert outcome.reward == 0.0 and len(requests) == 1
+
+
+@pytest.mark.parametrize(
+    "taskset, number, answers, reward",
+    [
+        ("glossary", 2, [("facts_lookup", {"name": "Alan Turing"}), FACT], 1.0),
+        ("glossary", 2, ["<answer>a runner</answer>"], 0.0),
+        ("scratchpad", 1, [("scratchpad_roundtrip", {"word": "bravo"}), "bravo"], 1.0),
+        ("kuhn_poker", 0, ["[bet]", "[fold]"], 0.0),  # a zero-sum game: the mean of both seats
+    ],
+)
+def test_a_published_taskset(taskset, number, answers, reward):
+    pytest.importorskip(taskset)
+    (record,) = tasks("train", 0, taskset=taskset, size=1, first=number)
+    task = {"messages": record["messages"], "answer": record["answer"]}
+    outcome, requests = play(
+        made("verifiers", timeout_s=60.0, taskset=taskset), Prompt(0, np.zeros(1, np.int32), "hub", task), answers
+    )
+    assert outcome.reward == reward and len(requests) == len(answers)
+    told = [message["content"] for request in requests for message in request["messages"] if message["role"] == "tool"]
+    assert told == [answers[-1]] * (len(answers) - 1) or taskset == "kuhn_poker"
 
 
 @installed
