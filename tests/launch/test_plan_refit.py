@@ -44,7 +44,7 @@ def test_a_dense_model_under_fsdp():
     assert re.search(r"broadcast .* for the reference", output)
 
 
-def test_a_mixture_of_experts_under_megatron():
+def test_a_mixture_of_experts_under_megatron(capsys):
     layout = [
         "policy.megatron_cfg.enabled=true",
         "policy.megatron_cfg.expert_model_parallel_size=2",
@@ -52,8 +52,8 @@ def test_a_mixture_of_experts_under_megatron():
         "policy.generation.vllm_cfg.expert_parallel_size=2",
         "policy.precision=bfloat16",
     ]
-    status, output, errors = plan("recipe=tiny_grpo", f"model_config={TINY_MOE}", *layout)
-    assert status == 0, errors
+    assert plan_refit.main(["recipe=tiny_grpo", f"model_config={TINY_MOE}", *layout]) == 0
+    output = capsys.readouterr().out
     assert f"{parameters(TINY_MOE):,} parameters" in output
     assert "2 ranks, 2 a node, expert_model_parallel 2; Megatron-Core" in output
     assert "2 ranks, 2 a node, tensor_parallel 2, expert_parallel 2; 1 engine of 2 ranks" in output

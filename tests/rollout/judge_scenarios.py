@@ -34,6 +34,7 @@ from pipeline.rollout.judges.pools import JudgePools
 from pipeline.sandbox import processes
 from pipeline.types import Prompt, Rollout
 from tests.generate.tiny import Checkpoint
+from tests.rollout import judged
 from tests.rollout.engine import Bench, FixedTurns, by_place, prompts, work
 
 NEVER = threading.Event()
@@ -114,23 +115,7 @@ def leave_a_child() -> None:
     os._exit(4)
 
 
-class Sums(Environment):
-    """Rewards each of three turns with 1, as long as its process has seen all of them. The second turn of prompt 4 ends it."""
-
-    workers = 2
-
-    def reset(self, prompt):
-        return {"index": prompt.index, "turns": [], "pid": os.getpid()}
-
-    def step(self, episode, text):
-        episode["turns"].append(text)
-        if (episode["index"], len(episode["turns"])) == (4, 2):
-            os.kill(os.getpid(), signal.SIGKILL)
-        more = {"role": "user", "content": "w21"} if len(episode["turns"]) < 3 else None
-        return Outcome(float(episode["pid"] == os.getpid()), {"pid": os.getpid()}, more)
-
-
-class Threaded(Sums):
+class Threaded(judged.Sums):
     """Starts a thread as it is built, without which it cannot judge."""
 
     def __init__(self) -> None:
@@ -175,19 +160,6 @@ class Holding(Environment):
         (self._notes / "noting").write_text(" ".join(map(str, pids)))
         (self._notes / "noting").rename(self._notes / "pids")
         hold_lock()
-
-
-class Closing(Environment):
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
-
-    def step(self, prompt, text):
-        print("the key:", os.environ["SOME_API_KEY"])
-        return Outcome(1.0)
-
-    def close(self):
-        with self._path.open("a") as file:
-            file.write("closed ")
 
 
 # ---- scenarios ---------------------------------------------------------------------------------------------------------------
@@ -299,7 +271,7 @@ def naughty(folder: Path) -> None:
 def episodes(folder: Path) -> None:
     """An episode has a judge of its own until it ends; one that dies costs no other episode."""
     fork_early()
-    judges = started(settings(folder, f"{__name__}.Sums"))
+    judges = started(settings(folder, f"{judged.__name__}.Sums"))
     turns = [said(str(prompt.index), prompt, last=False) for prompt in prompts(8)]
     first = answers(judges, *turns)
     assert len({answer.metrics["pid"] for answer in first.values()}) == 8 == len(pids_of(judges))
@@ -319,7 +291,7 @@ def shared(folder: Path) -> None:
     """With more open episodes than judges, they share judges."""
     group.MOST_JUDGES = 2
     fork_early()
-    judges = started(settings(folder, f"{__name__}.Sums"))
+    judges = started(settings(folder, f"{judged.__name__}.Sums"))
     for number in range(3):
         turns = [said(str(p.index), None if number else p, last=False) for p in prompts(4)]
         found = answers(judges, *turns)
@@ -355,7 +327,7 @@ def lost(folder: Path) -> None:
     """If the process dies, its open episodes are left out, and other turns are judged by the next one."""
     fork_early()
     fork_early()
-    judges = started(settings(folder, f"{__name__}.Sums"))
+    judges = started(settings(folder, f"{judged.__name__}.Sums"))
     held, *others = prompts(3)
     answers(judges, said("held", held, last=False))
     kill(judges)
@@ -514,7 +486,7 @@ def hanging(folder: Path) -> None:
         time.sleep(0.05)
 
 
-class LaterThreaded(Sums):
+class LaterThreaded(judged.Sums):
     """Starts a thread as it is built, if a file exists."""
 
     def __init__(self, path: str) -> None:
@@ -573,7 +545,7 @@ def orderly(folder: Path) -> None:
     """A signal that tells the rank to leave does not end the processes; `close` does, and closes the environments."""
     closed = folder.parent / f"closed by {os.getpid()}"
     fork_early()
-    judges = started(settings(folder, f"{__name__}.Closing", path=str(closed)))
+    judges = started(settings(folder, f"{judged.__name__}.Closing", path=str(closed)))
     process = process_of(judges)
     assert answers(judges, said("0", prompts(1)[0]))["0"].reward == 1.0
     (judge,) = pids_of(judges)

