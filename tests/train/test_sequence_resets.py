@@ -127,7 +127,7 @@ def test_padding_on_the_right_changes_no_earlier_token(tmp_path):
     for name in names:
         trained = ranks.backend(cases.policy(tmp_path / name))
         first, second = (out.logprobs[: cases.LENGTHS[longest]] for out in trained.forward([batch, changed]))
-        assert torch.equal(first, second), name
+        assert (first - second).abs().max() < 1e-5, name  # matrix products round by the alignment of memory
         short = trained.forward([cases.pack([0])])[0].logprobs
         beside = trained.forward([cases.pack([longest, 0])])[0].logprobs[cases.LENGTHS[longest] :]
         assert (short - beside).abs().max() < 1e-5, name
