@@ -1,12 +1,12 @@
 """Compare the endpoints of agents with vLLM's own server: answers and tokens per second, from the same concurrent clients.
 
-    python -m tests.benchmarks.endpoint_throughput [model=FOLDER] [clients=64] [requests=3] [tokens=48] [rounds=2]
+    python -m tests.benchmarks.endpoint_throughput [model=letters|FOLDER] [clients=64] [requests=3] [tokens=48] [rounds=2]
 
 In each round the endpoints and the server run one after the other, on the same model in float32; the next round has the other
 order. Each client asks `requests` times, greedily; each question begins a conversation, so answers do not differ because
 earlier ones do. Behind the endpoints is one engine with an episode, and thus an endpoint and a judge's process, for each
-client. Times are those of the clients, after a request of each that is not measured. Without `model`, the model is a tiny one
-of random weights with letters as tokens, which says little about speed.
+client. Times are those of the clients, after a request of each that is not measured. The default model is
+SmolLM2-135M-Instruct. `letters` is a tiny model of random weights, whose speed is that of the servers around it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import aiohttp
 
 from tests.rollout.vllm_service import served
 
-DEFAULTS = {"model": "", "clients": "64", "requests": "3", "tokens": "48", "rounds": "2"}
+DEFAULTS = {"model": "smollm2", "clients": "64", "requests": "3", "tokens": "48", "rounds": "2"}
 START_S, LENGTH = 300.0, 2048
 END = "end"
 Targets = list[tuple[str, str]]
@@ -147,7 +147,7 @@ def main() -> None:
     asked = {name: int(value) for name, value in (DEFAULTS | given).items() if name != "model"}
     with tempfile.TemporaryDirectory(prefix="endpoint-throughput-") as name:
         folder = Path(name)
-        model = _model(folder, given.get("model"))
+        model = _model(folder, given.get("model", DEFAULTS["model"]))
         rates: dict[str, list[float]] = {"endpoints": [], "vllm serve": []}
         for number in range(asked["rounds"]):
             order = list(rates) if number % 2 == 0 else list(rates)[::-1]
@@ -162,16 +162,18 @@ def main() -> None:
         print(f"endpoints/vllm serve: {means['endpoints'] / means['vllm serve']:.2f}")
 
 
-def _model(folder: Path, given: str | None) -> Model:
-    """Return the model of a folder, or a tiny one that this writes. folder: for what this writes."""
+def _model(folder: Path, given: str) -> Model:
+    """Return the model that `given` names. folder: for what this writes."""
     from transformers import AutoConfig, AutoTokenizer
 
+    from tests import real_model
     from tests.rollout import agent_scenarios
 
     template = folder / "template.jinja"
-    if given is None:
+    if given == "letters":
         template.write_text(agent_scenarios.TEMPLATE)
         return Model(agent_scenarios.save(folder / "letters"), template, agent_scenarios.LENGTH, "{}+1")
+    given = str(real_model.smollm2()) if given == DEFAULTS["model"] else given
     template.write_text(str(AutoTokenizer.from_pretrained(given).chat_template))
     length = min(LENGTH, AutoConfig.from_pretrained(given).max_position_embeddings)
     return Model(Path(given), template, length, "Write a short story about the number {}.")

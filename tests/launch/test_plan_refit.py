@@ -32,10 +32,10 @@ def row(output: str, name: str) -> list[str]:
     return re.split(r"\s{2,}", line.strip())[1:]
 
 
-def test_a_dense_model_under_fsdp():
+def test_a_dense_model_under_fsdp(capsys):
     """The recipe's own model may be missing: it has the shape of its needed recipe's initial model."""
-    status, output, errors = plan("recipe=tiny_grpo", "cluster.network.nic_gb_per_s=1")
-    assert status == 0, errors
+    assert plan_refit.main(["recipe=tiny_grpo", "cluster.network.nic_gb_per_s=1"]) == 0
+    output = capsys.readouterr().out
     size = parameters(TINY) * 4
     assert f"{parameters(TINY):,} parameters" in output
     assert "FSDP2 trains" in output

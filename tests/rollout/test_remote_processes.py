@@ -148,6 +148,24 @@ def test_a_connection_that_cannot_be_accepted_ends_no_server(server, pool, caplo
         refused.close()
 
 
+def test_a_connection_without_a_thread_is_closed(server, monkeypatch, caplog):
+    """The first connection finds no free thread; the server lives on."""
+    start, failed = threading.Thread.start, []
+
+    def fail_once(thread: threading.Thread) -> None:
+        if thread.name == "environments" and not failed:
+            failed.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_once)
+    with socket.create_connection(server.address, timeout=30) as first:
+        assert first.recv(1) == b""
+    assert not server._unknown and "is not accepted: can't start new thread" in caplog.text
+    with socket.create_connection(server.address, timeout=30) as second:
+        assert len(second.recv(1)) == 1  # of the challenge
+
+
 def test_a_process_that_cannot_be_started_is_explained(server, monkeypatch):
     monkeypatch.setattr("sys.executable", "/no/such/python")
     process = RemoteProcess.start(server.address, KEY, 60)

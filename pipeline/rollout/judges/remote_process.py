@@ -59,15 +59,24 @@ class ProcessServer:
         while not self._closed:
             try:
                 connection, _ = self._socket.accept()
-                if len(self._unknown) >= MOST_UNKNOWN:
-                    with contextlib.suppress(IndexError, OSError):  # it has proven itself, or is gone
-                        self._unknown.popleft().shutdown(socket.SHUT_RDWR)
-                self._unknown.append(connection)
+            except OSError as error:  # out of descriptors
+                self._pause(error)
+                continue
+            if len(self._unknown) >= MOST_UNKNOWN:
+                with contextlib.suppress(IndexError, OSError):  # it has proven itself, or is gone
+                    self._unknown.popleft().shutdown(socket.SHUT_RDWR)
+            self._unknown.append(connection)
+            try:
                 threading.Thread(target=self._serve, args=[connection], name="environments", daemon=True).start()
-            except (OSError, RuntimeError) as error:  # out of descriptors or threads; RuntimeError: of `start`
-                if not self._closed:
-                    logger.warning("a connection of an engine is not accepted: %s", error)
-                    time.sleep(RETRY_S)
+            except RuntimeError as error:  # out of threads
+                self._unknown.remove(connection)
+                connection.close()
+                self._pause(error)
+
+    def _pause(self, error: Exception) -> None:
+        if not self._closed:
+            logger.warning("a connection of an engine is not accepted: %s", error)
+            time.sleep(RETRY_S)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:
