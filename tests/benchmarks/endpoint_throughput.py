@@ -144,10 +144,12 @@ def main() -> None:
     given = dict(argument.split("=", 1) for argument in sys.argv[1:])
     if unknown := set(given) - set(DEFAULTS):
         sys.exit(f"got {', '.join(sorted(unknown))}; expected {', '.join(DEFAULTS)}")
-    asked = {name: int(value) for name, value in (DEFAULTS | given).items() if name != "model"}
+    options = DEFAULTS | given
+    chosen = options.pop("model")
+    asked = {name: int(value) for name, value in options.items()}
     with tempfile.TemporaryDirectory(prefix="endpoint-throughput-") as name:
         folder = Path(name)
-        model = _model(folder, given.get("model", DEFAULTS["model"]))
+        model = _model(folder, chosen)
         rates: dict[str, list[float]] = {"endpoints": [], "vllm serve": []}
         for number in range(asked["rounds"]):
             order = list(rates) if number % 2 == 0 else list(rates)[::-1]

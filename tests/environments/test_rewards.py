@@ -219,14 +219,12 @@ def sometimes(completions, level, **columns):
     return [None if text == "skip" else 0.5 for text in completions]
 
 
-waiting: list[str] = []
+five = asyncio.Barrier(5)
 
 
 async def half(prompt, answer):
     """Return 0.5 once five calls wait."""
-    waiting.append(answer)
-    while len(waiting) < 5:
-        await asyncio.sleep(0.01)
+    await five.wait()
     return 0.5
 
 

@@ -139,8 +139,7 @@ TRICKS = {
     "no repository": "rm -rf .git",
     "another git": "printf '#!/bin/sh\necho x >/tmp/work.patch' >/usr/bin/git",
 }
-
-
+# By default a trick of each kind: tests, configuration, pytest itself, git.
 COMMON = ("nothing", "a test", "conftest", "another pytest", "no repository")
 
 

@@ -115,7 +115,16 @@ def test_states_over_ranks(layout, tmp_path):
     ranks.run(functools.partial(over_ranks, LAYOUTS[layout]), layout, tmp_path)
 
 
-def test_padding_on_the_right_changes_no_earlier_token(tmp_path):
+@pytest.fixture
+def one_thread():
+    """Compute with one thread: with two, log-probs of qwen3_next, which has experts, differ by 5e-7."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_padding_on_the_right_changes_no_earlier_token(tmp_path, one_thread):
     """Compute the longest sequence alone and beside others, of every kind of state."""
     names = [name for name in attention_models.hybrids() if "mo" not in name]
     assert len(names) > 1
@@ -127,7 +136,7 @@ def test_padding_on_the_right_changes_no_earlier_token(tmp_path):
     for name in names:
         trained = ranks.backend(cases.policy(tmp_path / name))
         first, second = (out.logprobs[: cases.LENGTHS[longest]] for out in trained.forward([batch, changed]))
-        assert (first - second).abs().max() < 1e-5, name  # matrix products round by the alignment of memory
+        assert torch.equal(first, second), name
         short = trained.forward([cases.pack([0])])[0].logprobs
         beside = trained.forward([cases.pack([longest, 0])])[0].logprobs[cases.LENGTHS[longest] :]
         assert (short - beside).abs().max() < 1e-5, name
